@@ -1,0 +1,1 @@
+"""Load, engine processes, the demo and measurements."""

@@ -1,0 +1,21 @@
+"""The ``kvxfer`` command: each subcommand lives beside the code that it runs, and is imported only when it is called."""
+
+from __future__ import annotations
+
+import typer
+
+app = typer.Typer(
+    name="kvxfer",
+    help="KV cache transfer between vLLM prefill and decode engines.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+
+def main() -> None:
+    """Run the command line."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The host platform: plain CPU memory, no accelerator, no EFA."""
