@@ -1,1 +1,5 @@
-"""The host platform: plain CPU memory, no accelerator, no EFA."""
+"""The host platform: vLLM's CPU build, plain host memory, no accelerator."""
+
+from kvxfer_host.platform import HostPlatform
+
+__all__ = ["HostPlatform"]

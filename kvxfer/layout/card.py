@@ -1,0 +1,88 @@
+"""What a rank tells a peer about itself when a session opens, and whether the two may exchange KV.
+
+Two engines that disagree about what a block means would exchange garbage without any error, so everything that shapes a
+block's bytes is compared here, once, before any block moves. A refusal names both sides' values and what to change.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from kvxfer.errors import RemoteProtocolError
+from kvxfer.layout.blocks import CacheLayout
+
+
+class RankCard(msgspec.Struct, frozen=True):
+    """One worker rank. ``agent`` is the opaque metadata with which a peer's NIXL agent can reach this one's."""
+
+    engine: str
+    model: str
+    tp_rank: int
+    tp_size: int
+    pp_rank: int
+    pp_size: int
+    backend: str
+    layout: CacheLayout
+    agent: bytes
+
+    def to_builtins(self) -> dict[str, Any]:
+        """Turn the card into what a message can carry."""
+        card: dict[str, Any] = msgspec.to_builtins(self, builtin_types=(bytes,))
+        return card
+
+    @classmethod
+    def from_builtins(cls, card: dict[str, Any]) -> RankCard:
+        """Read a card. Raises RemoteProtocolError when it is not one."""
+        try:
+            return msgspec.convert(card, cls)
+        except msgspec.ValidationError as error:
+            raise RemoteProtocolError(f"not a rank card: {error}") from None
+
+
+def refusals(mine: RankCard, theirs: RankCard) -> list[str]:
+    """List why these two ranks must not exchange KV; empty when they may. Each entry names both values and the cure."""
+    a, b = mine.layout, theirs.layout
+    checks: list[tuple[str, object, object, str]] = [
+        ("model", mine.model, theirs.model, _SAME_MODEL),
+        ("cache dtype", a.dtype, b.dtype, "set the same --dtype and --kv-cache-dtype on both"),
+        ("block size", a.block_size, b.block_size, "set the same --block-size on both"),
+        ("layers", a.layers, b.layers, "serve the same model with the same pipeline stages on both"),
+        ("KV heads per rank", a.kv_heads, b.kv_heads, "set the same --tensor-parallel-size on both"),
+        ("head size", a.head_dim, b.head_dim, "serve the same model on both"),
+        ("tensor parallel size", mine.tp_size, theirs.tp_size, "set the same --tensor-parallel-size on both"),
+        ("pipeline parallel size", mine.pp_size, theirs.pp_size, "set the same --pipeline-parallel-size on both"),
+        ("block interior", a.interior, b.interior, _SAME_KERNELS),
+        ("regions", _shape(a), _shape(b), "run both engines with the same VLLM_KV_CACHE_LAYOUT"),
+        ("NIXL backend", mine.backend, theirs.backend, 'set the same "backend" in kv_connector_extra_config on both'),
+    ]  # fmt: skip
+    found = [
+        f"{what} differs: {mine.engine} has {ours}, {theirs.engine} has {other}; {cure}"
+        for what, ours, other, cure in checks
+        if ours != other
+    ]
+    parallel = max(mine.tp_size, mine.pp_size, theirs.tp_size, theirs.pp_size)
+    if not found and parallel > 1:
+        found.append(
+            f"{mine.engine} has {mine.tp_size}×{mine.pp_size} ranks (tensor × pipeline), {theirs.engine} has "
+            f"{theirs.tp_size}×{theirs.pp_size}; this release moves KV between single ranks: "
+            "set --tensor-parallel-size 1 and --pipeline-parallel-size 1 on both"
+        )
+    return found
+
+
+_SAME_MODEL = (
+    "serve the same model on both; if these are the same weights under two paths, "
+    'set "model_id" in kv_connector_extra_config to one name on both'
+)
+_SAME_KERNELS = (
+    "run both engines with the same attention backend on the same CPU or accelerator family and, "
+    "where it applies, the same VLLM_KV_CACHE_LAYOUT"
+)
+
+
+def _shape(layout: CacheLayout) -> str:
+    """Describe the regions without their addresses: 4 × 32,768 bytes."""
+    sizes = sorted({region.block_bytes for region in layout.regions})
+    return f"{len(layout.regions)} × {'/'.join(f'{size:,}' for size in sizes)} bytes a block"

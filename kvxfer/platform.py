@@ -1,0 +1,114 @@
+"""The platform interface: everything that depends on which accelerator a rank runs on, behind one small class.
+
+No connector, protocol or transport code asks which accelerator it is on; it asks a ``Platform``. Each folder of
+``platforms/`` implements one and registers it in the entry-point group ``kvxfer.platforms``; each must pass the conformance
+suite in ``tests/unit/platforms``. A platform is chosen by the device type of the tensors that vLLM hands over, which is the
+one thing that cannot be wrong: a CPU build of vLLM on a host full of GPUs has its cache in host memory.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from importlib import metadata
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from kvxfer.errors import PlatformError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from kvxfer.layout.blocks import CacheLayout
+
+ENTRY_POINTS = "kvxfer.platforms"
+
+
+class Fence(Protocol):
+    """Passes when all work that was launched on the device before it was recorded has finished."""
+
+    def done(self) -> bool:
+        """Tell whether it has passed, without waiting. True for ever once it is true."""
+
+
+@dataclass(frozen=True, slots=True)
+class Presence:
+    """Whether a platform's accelerator is on this machine, and how that was found out, for people to read."""
+
+    here: bool
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """What vLLM's configuration says of this rank's cache, beside the tensors themselves.
+
+    ``block_size`` in tokens, ``kv_heads`` of this rank, ``cache_dtype`` as vLLM names it (``auto`` follows the model).
+    """
+
+    block_size: int
+    num_blocks: int
+    kv_heads: int
+    head_dim: int
+    cache_dtype: str
+    attention_backends: tuple[str, ...]
+
+
+class Platform(ABC):
+    """One kind of accelerator. Instances are cheap, belong to one worker process, and may be called from any thread."""
+
+    name: ClassVar[str]
+    """Short name for logs and records."""
+    device_type: ClassVar[str]
+    """``tensor.device.type`` of the caches that this platform describes."""
+
+    @abstractmethod
+    def presence(self) -> Presence:
+        """Say whether this machine has the accelerator, without importing its runtime."""
+
+    @abstractmethod
+    def environment(self) -> Mapping[str, str]:
+        """Return what must be in the environment before the runtime starts; what is set already is respected."""
+
+    @abstractmethod
+    def describe(self, caches: Mapping[str, Any], geometry: Geometry) -> CacheLayout:
+        """Say where the blocks lie and what is inside them.
+
+        ``caches`` maps layer names to the tensors that vLLM allocated, in the order of the layers. Raises PlatformError when
+        the tensors are not laid out in a way that this platform knows, naming layer, shape and strides.
+        """
+
+    @abstractmethod
+    def pci_address(self, device: int) -> str | None:
+        """Return the PCI address (``dddd:bb:dd.f``) of a device id as used in descriptors; None for plain host memory."""
+
+    @abstractmethod
+    def local_rails(self, device: int) -> Sequence[str] | None:
+        """Name the EFA devices local to a device on PCIe; None when every rail is as good as any other."""
+
+    @abstractmethod
+    def fence(self) -> Fence:
+        """Record a fence behind all work that the calling thread has launched so far. Costs microseconds, never waits."""
+
+
+def platforms() -> dict[str, type[Platform]]:
+    """Return the installed platforms by name. A platform whose module does not import raises PlatformError here."""
+    found: dict[str, type[Platform]] = {}
+    for entry in metadata.entry_points(group=ENTRY_POINTS):
+        try:
+            found[entry.name] = entry.load()
+        except Exception as error:
+            raise PlatformError(f"platform {entry.name!r} ({entry.value}) does not import: {error}") from error
+    return found
+
+
+def platform_for(device_type: str) -> Platform:
+    """Return the platform for tensors of a device type. Raises PlatformError that names what is installed."""
+    known = platforms()
+    for kind in known.values():
+        if kind.device_type == device_type:
+            return kind()
+    have = ", ".join(f"{name} ({kind.device_type})" for name, kind in sorted(known.items())) or "none"
+    raise PlatformError(
+        f"the KV cache is in {device_type!r} memory and no installed platform handles that; installed: {have}. "
+        "Install the kvxfer release that supports this accelerator on this host"
+    )

@@ -1,0 +1,93 @@
+"""Who takes part in a handoff, and what it is called.
+
+A handoff's name has to be the same on both engines although each gives the request an id of its own, so it is derived from
+what a router can set on both legs: ``transfer_id`` in ``kv_transfer_params``, or the ``X-Request-Id`` header, from which vLLM
+makes ``cmpl-<header>-<prompt index>-<8 hex>`` and ``chatcmpl-<header>-<8 hex>``, with ``<child>_`` in front when n > 1
+(vLLM 0.29: v1/engine/parallel_sampling.py:94, v1/engine/input_processor.py:279). List prompts and n > 1 share one header and
+one ``transfer_id``, hence the two indices.
+"""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+_INTERNAL = re.compile(
+    r"^(?:(?P<child>\d+)_)?"
+    r"(?:(?P<kind>cmpl|chatcmpl)-)?"
+    r"(?P<base>.+?)"
+    r"(?:-(?P<random>[0-9a-f]{8}))?$"
+)
+_PROMPT_INDEX = re.compile(r"^(?P<base>.+)-(?P<prompt>\d+)$")
+
+MAX_ID_LENGTH = 512
+"""Longest transfer or request id that is accepted, in characters."""
+
+
+class HandoffId(msgspec.Struct, frozen=True, array_like=True):
+    """Names one request's KV transfer on both engines."""
+
+    transfer: str
+    prompt: int = 0
+    child: int = 0
+
+    def __str__(self) -> str:
+        """``transfer/prompt/child``; the indices only where one of them is set."""
+        if self.prompt or self.child:
+            return f"{self.transfer}/{self.prompt}/{self.child}"
+        return self.transfer
+
+
+class RankId(msgspec.Struct, frozen=True, array_like=True, order=True):
+    """One process of an engine's life: a worker rank, or the scheduler process (rank -1).
+
+    ``incarnation`` is drawn anew at every start, so whatever an earlier life of the same engine sent is recognised as such.
+    """
+
+    engine: str
+    incarnation: str
+    rank: int
+
+    @property
+    def agent(self) -> str:
+        """The name of this rank's NIXL agent: unique over restarts."""
+        return f"{self.engine}/{self.incarnation}/{self.rank}"
+
+    def __str__(self) -> str:
+        """For messages that people read: the engine and the rank."""
+        return f"{self.engine} rank {self.rank}" if self.rank >= 0 else self.engine
+
+
+def split_request_id(request_id: str) -> tuple[str, int, int]:
+    """Take vLLM's internal request id apart: ``(base, prompt index, child index)``.
+
+    The base of an id that vLLM did not decorate is the id itself.
+
+    >>> split_request_id("2_cmpl-4f1d-7-0a1b2c3d")
+    ('4f1d', 7, 2)
+    >>> split_request_id("chatcmpl-4f1d-0a1b2c3d")
+    ('4f1d', 0, 0)
+    """
+    match = _INTERNAL.match(request_id)
+    if match is None:
+        return request_id, 0, 0
+    base, prompt = match["base"], 0
+    if match["kind"] == "cmpl" and (indexed := _PROMPT_INDEX.match(base)):
+        base, prompt = indexed["base"], int(indexed["prompt"])
+    return base, prompt, int(match["child"] or 0)
+
+
+def handoff_id(request_id: str, transfer_id: str | None, remote_request_id: str | None = None) -> HandoffId:
+    """Name the handoff of a request, from the engine's own id and what its ``kv_transfer_params`` say.
+
+    ``transfer_id`` wins. Without it a sink uses the base of ``remote_request_id`` (upstream's pull: prefill's internal id;
+    upstream's push: the router's uuid), a source the base of its own id: these are equal as both legs carry one header.
+    """
+    base, prompt, child = split_request_id(request_id)
+    if transfer_id:
+        return HandoffId(transfer_id, prompt, child)
+    if remote_request_id:
+        remote_base, remote_prompt, remote_child = split_request_id(remote_request_id)
+        return HandoffId(remote_base, remote_prompt or prompt, remote_child or child)
+    return HandoffId(base, prompt, child)

@@ -1,0 +1,519 @@
+"""The source: one rank's view of requests whose KV it computes for somebody else.
+
+Theory of operation
+-------------------
+Two parties speak to a source, in any order: its own engine (the request started, positions became final behind a fence, it
+was preempted, it finished) and the sink's rank (expect, register, cancel, release). ``TRANSITIONS`` holds what they may do
+to a handoff; the data beside the state decides what is posted.
+
+* A position is posted when it is final, registered, not yet posted under this generation, and this rank holds a lease to
+  write into that peer's memory. Arriving late, a registration or a final chunk only changes the order.
+* A preempted request loses its blocks: the generation rises, and everything is computed and posted anew. A position is
+  posted again only when no earlier write to it is still in flight, since the fabric keeps no order between two writes.
+* What is valid is said last: after every write of the final generation is terminal, ``Seal`` names the generation. Data that
+  a write read from blocks which a preemption had already given away is never sealed. For that, the driver must feed what
+  the engine said before it feeds a completion that it observed earlier (see the mover).
+* The engine gets its blocks back exactly once (``SourceFinished``), when nothing is owed to the sink any more *and* no posted
+  write reads from them.
+
+A handoff that ended is remembered for a while, so that a late or doubled message is answered and does not start it again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from kvxfer.errors import LocalProtocolError
+from kvxfer.protocol.actions import Action, Note, PostWrite, Send, SourceFinished
+from kvxfer.protocol.intervals import IntervalSet, Span
+from kvxfer.protocol.messages import Cancel, CancelAck, Expect, Failed, Grant, Register, Release, Seal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from kvxfer.protocol.ids import HandoffId, RankId
+
+
+class State(Enum):
+    """Of one handoff at its source."""
+
+    EXPECTED = "expected"  # a sink announced itself; the engine has not seen the request
+    COMPUTING = "computing"  # the engine knows the request; not every prompt position is final
+    FINAL = "final"  # every prompt position is final; the sink is not served yet
+    SERVED = "served"  # nothing is owed to the sink; waiting for the engine to finish and for writes to end
+    CLOSED = "closed"  # over; kept for late messages
+
+
+class Event(Enum):
+    """What moves a handoff from state to state."""
+
+    START = "start"  # engine: the request exists
+    COMPLETE = "complete"  # engine: the last prompt position is final
+    PREEMPT = "preempt"  # engine: the blocks are gone, all is computed again
+    ABORT = "abort"  # engine: the request ended without its prompt being final
+    SERVE = "serve"  # everything written and sealed, or the sink wants nothing (release, cancel, its process died)
+    EXPIRE = "expire"  # the other leg never came
+    CLOSE = "close"  # the engine has finished, no write is in flight
+
+
+TRANSITIONS: dict[State, dict[Event, State]] = {
+    State.EXPECTED: {
+        Event.START: State.COMPUTING,
+        Event.SERVE: State.SERVED,
+        Event.EXPIRE: State.CLOSED,
+    },
+    State.COMPUTING: {
+        Event.COMPLETE: State.FINAL,
+        Event.PREEMPT: State.COMPUTING,
+        Event.ABORT: State.SERVED,
+        Event.SERVE: State.SERVED,
+    },
+    State.FINAL: {
+        Event.PREEMPT: State.COMPUTING,
+        Event.ABORT: State.SERVED,
+        Event.SERVE: State.SERVED,
+        Event.EXPIRE: State.SERVED,
+    },
+    State.SERVED: {
+        Event.START: State.SERVED,
+        Event.COMPLETE: State.SERVED,
+        Event.PREEMPT: State.SERVED,
+        Event.ABORT: State.SERVED,
+        Event.SERVE: State.SERVED,
+        Event.EXPIRE: State.CLOSED,
+        Event.CLOSE: State.CLOSED,
+    },
+    State.CLOSED: {},
+}
+
+
+@dataclass(slots=True)
+class _Sink:
+    """The registration of a handoff: who, where to, and what has been posted of it."""
+
+    rank: RankId
+    attempt: int
+    mode: str
+    start: int
+    end: int
+    blocks: bytes
+    asked: float
+    written: IntervalSet = field(default_factory=IntervalSet)  # terminal, under the current generation
+    posted: IntervalSet = field(default_factory=IntervalSet)  # posted, under the current generation
+    in_flight: dict[int, Span] = field(default_factory=dict)  # transfer -> span, whatever the generation
+    cancelled: bool = False
+    grant_due: bool = True  # pull: asked for, or asked for again
+    granted_until: float = 0.0
+    failure: str | None = None
+    quiet_at: float = 0.0  # a failed write may have been posted in part: until then something may still land
+
+
+@dataclass(slots=True)
+class _Handoff:
+    """One handoff at its source."""
+
+    id: HandoffId
+    state: State
+    deadline: float  # of the leg that has not come
+    request_id: str | None = None
+    prompt_tokens: int = 0
+    generation: int = 0
+    final: int = 0  # positions [0, final) are final under this generation
+    blocks: array[int] = field(default_factory=lambda: array("i"))
+    held: bool = False  # the engine has finished and waits for SourceFinished
+    sink: _Sink | None = None
+    reason: str = ""
+
+
+class Source:
+    """All handoffs of which this rank is a source. Every method takes what happened and returns what to do.
+
+    Parameters
+    ----------
+    block_size
+        Tokens in a block of this rank. Only whole blocks are posted until the prompt's end is final.
+    stream
+        Post chunks as they become final; otherwise wait until the whole prompt is.
+    leg_timeout
+        Seconds to wait for the leg of a handoff that has not shown itself (prefill or decode).
+    lease
+        Seconds for which a Grant (pull) promises that the blocks stay.
+    drain_bound
+        Seconds after which nothing of a write that failed, or could not be posted, can land any more.
+    memory
+        Ended handoffs remembered, for late messages.
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        *,
+        stream: bool = True,
+        leg_timeout: float = 30.0,
+        lease: float = 30.0,
+        drain_bound: float = 2.0,
+        memory: int = 4096,
+    ) -> None:
+        self.block_size = block_size
+        self.stream = stream
+        self.leg_timeout = leg_timeout
+        self.lease = lease
+        self.drain_bound = drain_bound
+        self._memory = memory
+        self._handoffs: dict[HandoffId, _Handoff] = {}
+        self._ended: OrderedDict[HandoffId, str] = OrderedDict()
+        self._by_request: dict[str, HandoffId] = {}
+        self._transfers: dict[int, _Handoff] = {}
+        self._granted: set[HandoffId] = set()  # pull: a peer may be reading
+        self._may_post_until: dict[RankId, float] = {}
+        self._numbers = itertools.count(1)
+
+    # --- events from the engine -------------------------------------------------------------------------------------
+
+    def start(self, handoff: HandoffId, request_id: str, prompt_tokens: int, now: float) -> Iterator[Action]:
+        """Note that the engine has a request with this handoff id; ``prompt_tokens`` positions will be computed for it."""
+        if request_id in self._by_request:
+            raise LocalProtocolError(f"request {request_id} was started twice")
+        one = self._handoffs.get(handoff)
+        if one is not None and one.request_id is not None:
+            # A second request of the same name: the first stays; the second is plain local prefill.
+            yield Note("source", handoff, "duplicate", f"request {request_id} repeats the id of {one.request_id}")
+            self._by_request[request_id] = handoff
+            return
+        if one is None:
+            self._ended.pop(handoff, None)
+            one = self._handoffs[handoff] = _Handoff(handoff, State.COMPUTING, now + self.leg_timeout)
+        else:
+            self._step(one, Event.START)
+        one.request_id, one.prompt_tokens = request_id, prompt_tokens
+        self._by_request[request_id] = handoff
+        yield Note("source", handoff, "started")
+        yield from self._check_span(one)
+
+    def progress(self, request_id: str, new_blocks: Iterable[int], final: int, now: float) -> Iterator[Action]:
+        """Positions [0, final) are final on the device (its fence has passed); ``new_blocks`` extend the block table."""
+        one = self._of(request_id)
+        if one is None:
+            return
+        one.blocks.extend(new_blocks)
+        if final <= one.final:
+            return
+        one.final = min(final, one.prompt_tokens)
+        yield Note("source", one.id, "chunk", str(one.final))
+        if one.final == one.prompt_tokens and one.state in (State.COMPUTING, State.SERVED):
+            self._step(one, Event.COMPLETE)
+            one.deadline = max(one.deadline, now + self.leg_timeout)
+            yield Note("source", one.id, "final")
+        yield from self._advance(one, now)
+
+    def preempt(self, request_id: str, now: float) -> Iterator[Action]:
+        """Note that the engine took the request's blocks away and computes it again from the start."""
+        one = self._of(request_id)
+        if one is None:
+            return
+        self._step(one, Event.PREEMPT)
+        one.generation += 1
+        one.final = 0
+        one.blocks = array("i")
+        if one.sink is not None:
+            one.sink.posted, one.sink.written = IntervalSet(), IntervalSet()
+        yield Note("source", one.id, "preempted")
+        yield from self._advance(one, now)
+
+    def finish(self, request_id: str, now: float, *, aborted: str | None = None, held: bool = True) -> Iterator[Action]:
+        """Note that the engine is done with the request, and waits for its blocks if they are ``held``.
+
+        ``aborted`` says why its prompt did not become final, when it did not.
+        """
+        handoff = self._by_request.get(request_id)
+        if handoff is None:
+            raise LocalProtocolError(f"request {request_id} finished and was never started")
+        one = self._handoffs.get(handoff)
+        if one is None or one.request_id != request_id:
+            del self._by_request[request_id]  # a duplicate, see start()
+            if held:
+                yield SourceFinished(handoff, request_id)
+            return
+        one.held = held
+        one.deadline = max(one.deadline, now + self.leg_timeout)
+        if one.state is State.COMPUTING:
+            aborted = aborted or f"prefill ended with {one.final} of {one.prompt_tokens} prompt tokens computed"
+        if aborted and one.state in (State.COMPUTING, State.FINAL):
+            yield from self._serve(one, Event.ABORT, aborted)
+        if not held and one.request_id is not None:
+            # The blocks are the engine's already: nothing more may be read from them.
+            if one.state is not State.SERVED:
+                yield from self._serve(one, Event.ABORT, "the engine kept no blocks for the handoff")
+            del self._by_request[request_id]
+            one.request_id = None
+        yield from self._advance(one, now)
+
+    # --- events from the sink's rank --------------------------------------------------------------------------------
+
+    def expect(self, frm: RankId, message: Expect, now: float) -> Iterator[Action]:
+        """Handle Expect: keep the handoff alive for ``ttl`` more seconds."""
+        del frm
+        one = self._known(message.handoff, now)
+        if one is not None:
+            one.deadline = max(one.deadline, now + message.ttl)
+            yield Note("source", message.handoff, "expected")
+
+    def register(self, frm: RankId, message: Register, now: float) -> Iterator[Action]:
+        """Handle Register: a destination for positions [start, end), or in pull mode a request for the blocks."""
+        one = self._known(message.handoff, now)
+        if one is None:
+            reason = self._ended[message.handoff]
+            yield Send(frm, Failed(message.handoff, message.attempt, f"the handoff is over: {reason}"))
+            return
+        sink = one.sink
+        if sink is not None and (sink.rank, sink.attempt) == (frm, message.attempt):
+            # Said again: renews a pull's lease, changes nothing else.
+            sink.asked, sink.grant_due = max(sink.asked, message.asked), True
+            yield from self._advance(one, now)
+            return
+        if sink is not None and (sink.rank != frm or message.attempt < sink.attempt):
+            reason = f"{sink.rank} has registered attempt {sink.attempt} of it"
+            yield Send(frm, Failed(message.handoff, message.attempt, reason))
+            return
+        if sink is not None or one.state is State.SERVED:
+            reason = one.reason or f"attempt {sink.attempt if sink else 0} has not ended"
+            yield Send(frm, Failed(message.handoff, message.attempt, reason))
+            return
+        one.sink = _Sink(frm, message.attempt, message.mode, message.start, message.end, message.blocks, message.asked)
+        one.deadline = max(one.deadline, now + self.leg_timeout)
+        yield Note("source", one.id, "registered")
+        yield from self._check_span(one)
+        yield from self._advance(one, now)
+
+    def cancel(self, frm: RankId, message: Cancel, now: float) -> Iterator[Action]:
+        """Handle Cancel: acknowledge it once nothing of the attempt is or will be in flight."""
+        one = self._handoffs.get(message.handoff)
+        if one is None or one.sink is None or one.sink.rank != frm:
+            # Never registered here, or over: nothing is in flight. A registration that is still under way cannot
+            # arrive later than this Cancel, since both travel over one ordered session.
+            if one is not None and one.sink is None:
+                yield from self._serve(one, Event.SERVE, f"decode cancelled: {message.reason}")
+                yield from self._advance(one, now)
+            yield Send(frm, CancelAck(message.handoff, message.attempt))
+            return
+        one.sink.cancelled = True
+        yield Note("source", one.id, "cancelled", message.reason)
+        if one.state is not State.SERVED:
+            yield from self._serve(one, Event.SERVE, f"decode cancelled: {message.reason}", tell=False)
+        yield from self._advance(one, now)
+
+    def release(self, frm: RankId, message: Release, now: float) -> Iterator[Action]:
+        """Handle Release: the sink wants nothing more of this handoff."""
+        del frm
+        one = self._known(message.handoff, now)
+        if one is None:
+            return
+        if one.state is not State.SERVED:
+            yield from self._serve(one, Event.SERVE, message.reason, tell=False)
+        yield from self._advance(one, now)
+
+    def peer_lost(self, peer: RankId, reason: str, now: float) -> Iterator[Action]:
+        """Note that a sink's process died or was replaced: nothing more is posted to it."""
+        self._may_post_until.pop(peer, None)
+        for one in [h for h in self._handoffs.values() if h.sink is not None and h.sink.rank == peer]:
+            if one.state is not State.SERVED:
+                yield from self._serve(one, Event.SERVE, f"{peer} is gone: {reason}", tell=False)
+            yield from self._advance(one, now)
+
+    def leased(self, peer: RankId, until: float, now: float) -> Iterator[Action]:
+        """Note that this rank may post against ``peer``'s memory until ``until``."""
+        waiting = self._may_post_until.get(peer, 0.0) <= now
+        self._may_post_until[peer] = max(until, self._may_post_until.get(peer, 0.0))
+        if waiting:
+            for one in [h for h in self._handoffs.values() if h.sink is not None and h.sink.rank == peer]:
+                yield from self._advance(one, now)
+
+    # --- events from the transport ----------------------------------------------------------------------------------
+
+    def written(self, transfer: int, now: float) -> Iterator[Action]:
+        """Note that a write is terminal, and that its data has left this rank's memory for good."""
+        one = self._transfers.pop(transfer)
+        sink = one.sink
+        assert sink is not None
+        start, end = sink.in_flight.pop(transfer)
+        if sink.posted.covers(start, end):  # else its generation was revoked meanwhile
+            sink.written.add(start, end)
+        yield from self._advance(one, now)
+
+    def write_failed(self, transfer: int, reason: str, now: float) -> Iterator[Action]:
+        """Note that a write failed, or could not be posted; parts of it may be under way until the drain bound has passed."""
+        one = self._transfers.pop(transfer)
+        sink = one.sink
+        assert sink is not None
+        del sink.in_flight[transfer]
+        sink.quiet_at = now + self.drain_bound
+        if one.state is not State.SERVED:
+            yield from self._serve(one, Event.SERVE, f"a write failed: {reason}")
+        yield from self._advance(one, now)
+
+    def tick(self, now: float) -> Iterator[Action]:
+        """Expire what waited too long for its other leg, and pull leases that nobody renewed."""
+        for one in list(self._handoffs.values()):
+            sink = one.sink
+            if (
+                sink is not None
+                and sink.mode == "pull"
+                and 0.0 < sink.granted_until <= now
+                and one.state is State.FINAL
+            ):
+                yield from self._serve(one, Event.EXPIRE, "the pull's lease ended and was not renewed", tell=False)
+                yield from self._advance(one, now)
+            elif one.deadline <= now and self._waits(one):
+                yield from self._expire(one, now)
+            elif sink is not None and 0.0 < sink.quiet_at <= now:
+                sink.quiet_at = 0.0
+                yield from self._advance(one, now)
+
+    # --- what the driver asks ---------------------------------------------------------------------------------------
+
+    def serving(self) -> bool:
+        """Tell whether the fabric needs progress: a write is in flight, or a peer may be reading."""
+        return bool(self._transfers or self._granted)
+
+    def state(self, handoff: HandoffId) -> State | None:
+        """Return the state of a handoff; None when it was never heard of."""
+        if (one := self._handoffs.get(handoff)) is not None:
+            return one.state
+        return State.CLOSED if handoff in self._ended else None
+
+    def __len__(self) -> int:
+        """Return the number of handoffs that have not ended."""
+        return len(self._handoffs)
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _step(self, one: _Handoff, event: Event) -> None:
+        try:
+            one.state = TRANSITIONS[one.state][event]
+        except KeyError:
+            raise LocalProtocolError(f"source handoff {one.id}: {event.value} while {one.state.value}") from None
+
+    def _of(self, request_id: str) -> _Handoff | None:
+        handoff = self._by_request.get(request_id)
+        one = None if handoff is None else self._handoffs.get(handoff)
+        return one if one is not None and one.request_id == request_id else None
+
+    def _known(self, handoff: HandoffId, now: float) -> _Handoff | None:
+        """Find a handoff for a sink's message, or park it as expected; None when it is over."""
+        one = self._handoffs.get(handoff)
+        if one is None and handoff not in self._ended:
+            one = self._handoffs[handoff] = _Handoff(handoff, State.EXPECTED, now + self.leg_timeout)
+        return one
+
+    def _check_span(self, one: _Handoff) -> Iterator[Action]:
+        """Fail at once what can never succeed: a sink that wants more positions than the prompt has."""
+        sink = one.sink
+        if sink is None or one.request_id is None or one.state is State.SERVED or sink.end <= one.prompt_tokens:
+            return
+        yield from self._serve(
+            one,
+            Event.SERVE,
+            f"decode wants positions up to {sink.end:,}, prefill's prompt has {one.prompt_tokens:,} tokens: "
+            "send both legs the same prompt and the same tokenizer settings",
+        )
+
+    def _serve(self, one: _Handoff, event: Event, reason: str, *, tell: bool = True) -> Iterator[Action]:
+        """Owe the sink nothing any more. Told is it only when nothing of the attempt is in flight (see _advance)."""
+        self._step(one, event)
+        self._granted.discard(one.id)
+        one.reason = reason
+        if one.sink is not None and tell:
+            one.sink.failure = reason
+        yield Note("source", one.id, "served", reason)
+
+    def _advance(self, one: _Handoff, now: float) -> Iterator[Action]:
+        """Do whatever the state of the handoff now allows."""
+        sink = one.sink
+        if sink is not None and one.state is not State.SERVED:
+            if sink.mode == "pull":
+                yield from self._grant(one, sink, now)
+            else:
+                yield from self._post(one, sink, now)
+                yield from self._seal(one, sink)
+        if one.state is not State.SERVED or (sink is not None and (sink.in_flight or sink.quiet_at > now)):
+            return
+        if sink is not None and sink.cancelled:
+            yield Send(sink.rank, CancelAck(one.id, sink.attempt))
+            sink.cancelled, sink.failure = False, None
+        if sink is not None and sink.failure is not None:
+            yield Send(sink.rank, Failed(one.id, sink.attempt, sink.failure))
+            sink.failure = None
+        if one.held or one.request_id is None:
+            if one.request_id is not None:
+                del self._by_request[one.request_id]
+                yield SourceFinished(one.id, one.request_id)
+                self._close(one, Event.CLOSE)
+            elif one.prompt_tokens:
+                self._close(one, Event.CLOSE)
+            # else: the prefill leg of a handoff that nobody wants is still to come; it is kept until its deadline
+
+    def _post(self, one: _Handoff, sink: _Sink, now: float) -> Iterator[Action]:
+        complete = one.state is State.FINAL
+        if not (self.stream or complete) or self._may_post_until.get(sink.rank, 0.0) <= now:
+            return
+        end = one.final if complete else one.final - one.final % self.block_size
+        for start, stop in sink.posted.missing(sink.start, min(end, sink.end)):
+            if any(a < stop and start < b for a, b in sink.in_flight.values()):
+                continue  # of a revoked generation; posted again when that write is terminal
+            transfer = next(self._numbers)
+            sink.posted.add(start, stop)
+            sink.in_flight[transfer] = (start, stop)
+            self._transfers[transfer] = one
+            yield PostWrite(
+                transfer, sink.rank, one.id, sink.attempt, one.generation, start, stop,
+                one.blocks.tobytes(), 0, sink.blocks, sink.start - sink.start % self.block_size,
+            )  # fmt: skip
+
+    def _seal(self, one: _Handoff, sink: _Sink) -> Iterator[Action]:
+        if one.state is State.FINAL and not sink.in_flight and sink.written.covers(sink.start, sink.end):
+            yield Send(sink.rank, Seal(one.id, sink.attempt, one.generation, one.final))
+            yield Note("source", one.id, "sealed")
+            yield from self._serve(one, Event.SERVE, "done", tell=False)
+
+    def _grant(self, one: _Handoff, sink: _Sink, now: float) -> Iterator[Action]:
+        # Not before the engine has finished: until then a preemption could take the blocks from under a reader.
+        if one.state is not State.FINAL or not one.held or not sink.grant_due:
+            return
+        if sink.granted_until == 0.0:
+            yield Note("source", one.id, "sealed")
+        sink.grant_due, sink.granted_until = False, now + self.lease
+        self._granted.add(one.id)
+        yield Send(
+            sink.rank,
+            Grant(one.id, sink.attempt, one.generation, one.final, one.blocks.tobytes(), sink.asked, self.lease),
+        )
+
+    def _waits(self, one: _Handoff) -> bool:
+        """Tell whether a handoff ends when its deadline passes: it lacks the other leg."""
+        if one.state is State.EXPECTED or (one.state is State.SERVED and not one.prompt_tokens):
+            return True
+        return one.state is State.FINAL and one.sink is None and one.held
+
+    def _expire(self, one: _Handoff, now: float) -> Iterator[Action]:
+        if one.state is State.FINAL:
+            yield from self._serve(one, Event.EXPIRE, f"no decode request came for {self.leg_timeout:g} s", tell=False)
+            yield from self._advance(one, now)
+            return
+        if one.state is State.EXPECTED and one.sink is not None:
+            reason = f"no prefill request with this id came for {self.leg_timeout:g} s"
+            yield Send(one.sink.rank, Failed(one.id, one.sink.attempt, reason))
+        one.reason = one.reason or "its prefill request never came"
+        self._close(one, Event.EXPIRE)
+        yield Note("source", one.id, "expired", one.reason)
+
+    def _close(self, one: _Handoff, event: Event) -> None:
+        self._step(one, event)
+        del self._handoffs[one.id]
+        self._ended[one.id] = one.reason
+        while len(self._ended) > self._memory:
+            self._ended.popitem(last=False)
