@@ -12,8 +12,20 @@ app = typer.Typer(
 )
 
 
+def _register_commands() -> None:
+    from kvxfer.router import command as router
+
+    router.register(app)
+
+
+@app.callback()
+def _root() -> None:
+    """KV cache transfer between vLLM prefill and decode engines."""
+
+
 def main() -> None:
     """Run the command line."""
+    _register_commands()
     app()
 
 

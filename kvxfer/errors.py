@@ -34,7 +34,7 @@ class ProtocolError(KvxferError):
 
 
 class LocalProtocolError(ProtocolError):
-    """This process asked a state machine for something its state does not allow: a defect of ours."""
+    """Our own process asked a state machine for something its state does not allow: a defect of ours."""
 
 
 class RemoteProtocolError(ProtocolError):

@@ -37,6 +37,7 @@ class RankAddress(msgspec.Struct, frozen=True):
     """Where one worker rank's control thread listens. An empty host means: where the engine itself was reached."""
 
     rank: int
+    incarnation: str
     tp_rank: int
     pp_rank: int
     host: str
@@ -51,7 +52,6 @@ class Directory(Message, frozen=True, tag="directory"):
     """An engine's ranks. ``ready`` is false until every rank has reported; ask again then."""
 
     engine: str
-    incarnation: str
     tp_size: int
     pp_size: int
     ready: bool

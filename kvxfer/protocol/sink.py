@@ -325,6 +325,11 @@ class Sink:
         one = self._handoffs.get(handoff)
         return None if one is None else one.state
 
+    def request(self, handoff: HandoffId) -> str | None:
+        """Return the request that an open handoff is for."""
+        one = self._handoffs.get(handoff)
+        return None if one is None else one.request_id
+
     def __len__(self) -> int:
         """Return the number of handoffs that have not ended."""
         return len(self._handoffs)

@@ -1,0 +1,138 @@
+"""Settings: read once, checked once, said once. docs/settings.md lists them all; a test holds the two together.
+
+They come from vLLM's ``--kv-transfer-config``: ``kv_connector_extra_config`` holds ours. Some of upstream's names are read
+too, so that a configuration made for the NIXL connectors works unchanged.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from kvxfer.errors import ConfigError
+from kvxfer.protocol.peers import Timing
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+UPSTREAM_IGNORED = frozenset(
+    {
+        "num_threads",
+        "enforce_handshake_compat",
+        "enable_cross_layers_blocks",
+        "bidirectional_kv_xfer",
+        "kv_recompute_threshold",
+        "kv_lease_duration",
+        "decoder_kv_blocks_ttl",
+        "push_registration_timeout",
+        "engine_ttl",
+    }
+)
+"""Keys of upstream's NIXL connectors that have no meaning here, or not yet; they are accepted, and named in one log line."""
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything that can be set. Times in seconds."""
+
+    backend: str = "LIBFABRIC"
+    """NIXL backend: LIBFABRIC or UCX."""
+    backend_options: dict[str, str] = {}
+    """Parameters of the backend's own, passed on as they are."""
+    control_host: str = "127.0.0.1"
+    """Address that the control channel binds; peers on other hosts need one that they can reach."""
+    control_port: int = 5600
+    """Port of the engine's control channel; data-parallel rank i listens at control_port + i. Worker ranks take free ports."""
+    advertise_host: str = ""
+    """Address given to peers instead of control_host, where the two differ (NAT, wildcard binds)."""
+    model_id: str = ""
+    """Name that both engines must share instead of the model's path."""
+    stream: bool = True
+    """Push chunks while prefill still computes; false waits for the whole prompt."""
+    leg_timeout: float = 30.0
+    """How long either side waits for the other leg of a handoff that has not shown itself at all."""
+    pull_lease: float = 30.0
+    """How long prefill keeps blocks for a reader that has asked; renewed while it reads."""
+    connect_timeout: float = 5.0
+    """How long connecting to an engine may take before the request fails."""
+    heartbeat_interval: float = 1.0
+    """Between two heartbeats on the control channel."""
+    peer_timeout: float = 5.0
+    """Silence after which a peer is lost and its handoffs are failed."""
+    post_lease: float = 4.0
+    """How long one heartbeat allows the peer to post writes into this engine's memory."""
+    drain_bound: float = 2.0
+    """How long a posted transfer may still land after its process is gone, or after it failed."""
+    poll_interval: float = 0.0003
+    """Between two looks at the fabric while something is under way."""
+    record_capacity: int = 1024
+    """Ended handoffs whose records are kept."""
+
+    @property
+    def timing(self) -> Timing:
+        """The liveness times."""
+        return Timing(self.heartbeat_interval, self.peer_timeout, self.post_lease)
+
+
+def settings_from(extra: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> tuple[Settings, list[str]]:
+    """Read the settings out of ``kv_connector_extra_config``. Returns them and the upstream keys that were ignored.
+
+    Raises ConfigError that names every wrong key and value at once. The control address falls back to upstream's
+    environment variables, so that launch scripts for its connectors serve here too.
+    """
+    environment = os.environ if environment is None else environment
+    values: dict[str, Any] = {}
+    ignored: list[str] = []
+    problems: list[str] = []
+    for key, value in extra.items():
+        if key in Settings.__struct_fields__:
+            values[key] = value
+        elif key == "backends":
+            if not isinstance(value, list) or len(value) != 1:
+                problems.append(f"backends={value!r} must be a list of one NIXL backend")
+            else:
+                values.setdefault("backend", value[0])
+        elif key in UPSTREAM_IGNORED:
+            ignored.append(key)
+        else:
+            close = difflib.get_close_matches(key, Settings.__struct_fields__, 1)
+            hint = f"; did you mean {close[0]!r}?" if close else ", see docs/settings.md"
+            problems.append(f"{key!r} is not a setting{hint}")
+    _from_environment(values, environment, problems)
+    try:
+        settings = msgspec.convert(values, Settings, strict=True)
+    except msgspec.ValidationError as error:
+        problems.append(str(error))
+        raise ConfigError("kv_connector_extra_config: " + "; ".join(problems)) from None
+    problems += _ranges(settings)
+    if problems:
+        raise ConfigError("kv_connector_extra_config: " + "; ".join(problems))
+    return settings, ignored
+
+
+def _from_environment(values: dict[str, Any], environment: Mapping[str, str], problems: list[str]) -> None:
+    host = environment.get("VLLM_NIXL_SIDE_CHANNEL_HOST")
+    if host and "control_host" not in values:
+        values["control_host"] = host
+    port = environment.get("VLLM_NIXL_SIDE_CHANNEL_PORT")
+    if port and "control_port" not in values:
+        if port.isdecimal():
+            values["control_port"] = int(port)
+        else:
+            problems.append(f"VLLM_NIXL_SIDE_CHANNEL_PORT={port!r} is not a port")
+
+
+def _ranges(settings: Settings) -> list[str]:
+    found = settings.timing.problems()
+    if settings.backend not in ("LIBFABRIC", "UCX"):
+        found.append(f"backend={settings.backend!r} must be LIBFABRIC or UCX")
+    if not 0 < settings.control_port < 65536:  # noqa: PLR2004
+        found.append(f"control_port={settings.control_port} must be from 1 to 65535")
+    for name in ("leg_timeout", "pull_lease", "connect_timeout", "drain_bound", "poll_interval"):
+        if getattr(settings, name) <= 0:
+            found.append(f"{name}={getattr(settings, name):g} must be above 0")
+    if settings.record_capacity < 1:
+        found.append(f"record_capacity={settings.record_capacity} must be at least 1")
+    return found

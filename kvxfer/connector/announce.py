@@ -1,0 +1,92 @@
+"""What a decode engine's scheduler process tells prefill engines itself, without any step of its own engine.
+
+*Expect* leaves as soon as decode knows of a request, though it may queue for a minute, and is renewed until the worker has
+registered: so the prefill side neither gives up nor forgets. *Release* leaves when decode turns out to want nothing: its
+prefix cache has it all, or the request was aborted or rejected before it had blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvxfer.protocol.messages import Expect, Message, Release
+
+if TYPE_CHECKING:
+    from kvxfer.protocol.ids import HandoffId, RankId
+    from kvxfer.transport.commands import EngineAddress
+    from kvxfer.transport.control import ControlChannel
+    from kvxfer.transport.dialer import Outcome
+
+
+@dataclass(slots=True)
+class _Expected:
+    address: EngineAddress
+    next_at: float
+
+
+class Announcer:
+    """Runs in the control thread; the three public verbs may be called from any."""
+
+    def __init__(self, control: ControlChannel, ttl: float) -> None:
+        self._control = control
+        self._ttl = ttl
+        self._expected: dict[HandoffId, _Expected] = {}
+        self._ranks: dict[EngineAddress, tuple[RankId, ...]] = {}
+        self._waiting: dict[EngineAddress, list[Message]] = {}
+
+    def expect(self, handoff: HandoffId, address: EngineAddress) -> None:
+        """Tell prefill, and go on telling, that a decode leg exists."""
+        self._control.call(lambda now: self._expect(handoff, address, now))
+
+    def settle(self, handoff: HandoffId) -> None:
+        """Stop telling: the worker's registration speaks for itself now."""
+        self._control.call(lambda _now: self._forget(handoff))
+
+    def release(self, handoff: HandoffId, address: EngineAddress, reason: str) -> None:
+        """Tell prefill that nothing is wanted."""
+        self._control.call(lambda _now: self._release(handoff, address, reason))
+
+    # --- in the control thread --------------------------------------------------------------------------------------
+
+    def on_outcome(self, outcome: Outcome) -> None:
+        """Send what waited for this engine, or drop it: the worker's own call will fail the request with a reason."""
+        waiting = self._waiting.pop(outcome.address, [])
+        if outcome.reason is not None:
+            return
+        self._ranks[outcome.address] = outcome.ranks
+        for message in waiting:
+            self._send(outcome.address, message)
+
+    def on_lost(self, rank: RankId) -> None:
+        """Forget an engine's ranks when one is lost: the next message calls it again."""
+        for address in [a for a, ranks in self._ranks.items() if rank in ranks]:
+            del self._ranks[address]
+
+    def on_round(self, now: float) -> None:
+        """Renew what is due."""
+        for handoff, one in self._expected.items():
+            if one.next_at <= now:
+                one.next_at = now + self._ttl / 3
+                self._send(one.address, Expect(handoff, self._ttl))
+
+    def _expect(self, handoff: HandoffId, address: EngineAddress, now: float) -> None:
+        self._expected[handoff] = _Expected(address, now + self._ttl / 3)
+        self._send(address, Expect(handoff, self._ttl))
+
+    def _forget(self, handoff: HandoffId) -> None:
+        self._expected.pop(handoff, None)
+
+    def _release(self, handoff: HandoffId, address: EngineAddress, reason: str) -> None:
+        self._forget(handoff)
+        self._send(address, Release(handoff, reason))
+
+    def _send(self, address: EngineAddress, message: Message) -> None:
+        ranks = self._ranks.get(address)
+        if ranks is not None:
+            for rank in ranks:
+                self._control.send(rank, message)
+            return
+        if address not in self._waiting:
+            self._control.connect(address)
+        self._waiting.setdefault(address, []).append(message)

@@ -1,0 +1,105 @@
+"""Everything in which vLLM's versions differ, by feature and never by version string. Nothing else in kvxfer knows a version.
+
+Read in the wheels of 0.26.0, 0.29.0 and 0.32.0, run on 0.29.0 and 0.32.0. What is handled here:
+
+* a request that resumes after a preemption arrives among the cached requests with its whole block table (V1 runner), or
+  among the new requests once more (V2 runner);
+* the attention backends' names and the cache's geometry, as far as vLLM tells them at all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvxfer.platform import Geometry
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """A request in a scheduler's output. ``blocks`` extend its table, or replace it (``whole``).
+
+    After this step positions [0, computed + scheduled) are final.
+    """
+
+    request_id: str
+    blocks: tuple[int, ...]
+    whole: bool
+    computed: int
+    scheduled: int
+
+
+def scheduled_requests(output: Any) -> Iterator[Scheduled]:
+    """Iterate over the requests of a SchedulerOutput of any version and runner. One cache group."""
+    counts: Mapping[str, int] = output.num_scheduled_tokens
+    for new in output.scheduled_new_reqs:
+        yield Scheduled(
+            new.req_id,
+            tuple(new.block_ids[0]),
+            whole=True,
+            computed=new.num_computed_tokens,
+            scheduled=counts[new.req_id],
+        )
+    cached = output.scheduled_cached_reqs
+    resumed = cached.resumed_req_ids
+    for request_id, blocks, computed in zip(
+        cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+    ):
+        yield Scheduled(
+            request_id,
+            () if blocks is None else tuple(blocks[0]),
+            whole=request_id in resumed,
+            computed=computed,
+            scheduled=counts[request_id],
+        )
+
+
+def preempted_requests(output: Any) -> set[str]:
+    """Return the requests that this step preempted."""
+    return getattr(output, "preempted_req_ids", None) or set()
+
+
+def geometry(vllm_config: Any, kv_cache_config: Any, layer_names: list[str]) -> Geometry:
+    """Collect what vLLM's configuration says of this rank's cache."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    return Geometry(
+        block_size=kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
+        num_blocks=kv_cache_config.num_blocks,
+        kv_heads=model.get_num_kv_heads(vllm_config.parallel_config),
+        head_dim=model.get_head_size(),
+        cache_dtype=str(cache.cache_dtype),
+        attention_backends=_attention_backends(vllm_config, layer_names),
+    )
+
+
+def _attention_backends(vllm_config: Any, layer_names: list[str]) -> tuple[str, ...]:
+    """Name the backends of the layers; empty where this vLLM does not tell."""
+    context = getattr(vllm_config.compilation_config, "static_forward_context", None) or {}
+    names = set()
+    for layer in layer_names:
+        backend = getattr(context.get(layer), "get_attn_backend", None)
+        if backend is not None:
+            names.add(str(backend().get_name()))
+    return tuple(sorted(names))
+
+
+def cache_groups(kv_cache_config: Any) -> int:
+    """Count the groups of a (hybrid) cache."""
+    return len(kv_cache_config.kv_cache_groups)
+
+
+def data_parallel_index(vllm_config: Any) -> int:
+    """Return which of a data-parallel deployment's engines this is; each listens at a port of its own."""
+    parallel = vllm_config.parallel_config
+    return int(getattr(parallel, "data_parallel_index", parallel.data_parallel_rank))
+
+
+def parallel_ranks(vllm_config: Any) -> tuple[int, int]:
+    """Return (tensor, pipeline) rank of this worker process."""
+    from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
+
+    del vllm_config
+    return get_tensor_model_parallel_rank(), get_pp_group().rank_in_group

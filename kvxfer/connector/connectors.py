@@ -1,0 +1,180 @@
+"""The connectors as vLLM sees them: thin classes that hand each hook to the half that lives in this process.
+
+Written once; a named connector only says who moves the bytes. ``KVConnectorBase_V1`` is vLLM's public base class; nothing is
+taken from upstream's NIXL connectors.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from typing import Any, ClassVar
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+
+from kvxfer.config import settings_from
+from kvxfer.connector import compat, plugin
+from kvxfer.connector.metadata import RankHandshake, StepMetadata
+from kvxfer.connector.scheduler import SchedulerHalf
+from kvxfer.connector.worker import WorkerHalf
+from kvxfer.errors import ConfigError
+from kvxfer.protocol.ids import RankId
+
+logger = logging.getLogger("kvxfer")
+
+
+class KvxferConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not typed where the checks run
+    """Both halves' common front. Raises KvxferErrors at start, each with what to change; never at a step."""
+
+    mode: ClassVar[str]
+    """``push``: prefill writes into decode. ``pull``: decode reads from prefill."""
+
+    scheduler_half: ClassVar[type[SchedulerHalf]] = SchedulerHalf
+    worker_half: ClassVar[type[WorkerHalf]] = WorkerHalf
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        plugin.register()  # where VLLM_PLUGINS left the plugin out, this is the first chance to set the environment
+        transfer = vllm_config.kv_transfer_config
+        settings, ignored = settings_from(transfer.kv_connector_extra_config or {})
+        if ignored and role is KVConnectorRole.SCHEDULER:
+            logger.info("settings of upstream's connectors without effect here: %s", ", ".join(sorted(ignored)))
+        groups = compat.cache_groups(kv_cache_config)
+        if groups != 1:
+            raise ConfigError(
+                f"this model's KV cache has {groups} groups; kvxfer moves caches of one group: "
+                "start with --disable-hybrid-kv-cache-manager"
+            )
+        incarnation = secrets.token_hex(8)
+        self._scheduler: SchedulerHalf | None = None
+        self._worker: WorkerHalf | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            me = RankId(transfer.engine_id, incarnation, -1)
+            self._scheduler = self.scheduler_half(vllm_config, kv_cache_config, self.mode, settings, me)
+        else:
+            tp_rank, pp_rank = compat.parallel_ranks(vllm_config)
+            rank = pp_rank * vllm_config.parallel_config.tensor_parallel_size + tp_rank
+            me = RankId(transfer.engine_id, incarnation, rank)
+            self._worker = self.worker_half(vllm_config, kv_cache_config, self.mode, settings, me)
+
+    # --- the scheduler's hooks --------------------------------------------------------------------------------------
+
+    def _in_scheduler(self) -> SchedulerHalf:
+        assert self._scheduler is not None, "a scheduler's hook was called in a worker"
+        return self._scheduler
+
+    def on_new_request(self, request: Any) -> None:
+        """See SchedulerHalf."""
+        self._in_scheduler().on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """See SchedulerHalf."""
+        return self._in_scheduler().get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """See SchedulerHalf."""
+        self._in_scheduler().update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
+        """See SchedulerHalf.build_step."""
+        return StepMetadata(self._in_scheduler().build_step(scheduler_output))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """See SchedulerHalf."""
+        self._in_scheduler().update_connector_output(connector_output)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """See SchedulerHalf."""
+        return self._in_scheduler().request_finished(request, block_ids)
+
+    def has_pending_push_work(self) -> bool:
+        """Keep the engine stepping while something noted must still reach the workers."""
+        return self._in_scheduler().has_pending_work()
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, RankHandshake]) -> None:
+        """Learn where the ranks listen (single pipeline stage)."""
+        self._in_scheduler().publish([one.address for one in metadata.values()])
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], RankHandshake]) -> None:
+        """Learn where the ranks of all pipeline stages listen."""
+        self._in_scheduler().publish([one.address for one in metadata.values()])
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        """All groups: vLLM must not zero blocks that a peer writes into."""
+        del request
+        return tuple(range(compat.cache_groups(self._kv_cache_config)))
+
+    # --- the workers' hooks -----------------------------------------------------------------------------------------
+
+    def _in_worker(self) -> WorkerHalf:
+        assert self._worker is not None, "a worker's hook was called in the scheduler"
+        return self._worker
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """See WorkerHalf."""
+        self._in_worker().register_kv_caches(kv_caches)
+
+    def get_handshake_metadata(self) -> RankHandshake | None:
+        """Tell the scheduler half where this rank listens."""
+        address = self._in_worker().address()
+        return None if address is None else RankHandshake(address)
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        """Begin a step: comes before the forward in every version and runner."""
+        super().bind_connector_metadata(connector_metadata)
+        self._in_worker().begin_step(connector_metadata.step)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Nothing to do: loads began when their blocks were registered."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to do: a request is scheduled only when its load has finished."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing to do: the mover reads the cache behind the step's fence."""
+
+    def wait_for_save(self) -> None:
+        """End a step: comes after the forward, and does not wait."""
+        self._in_worker().end_step()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """See WorkerHalf.take_finished."""
+        del finished_req_ids
+        return self._in_worker().take_finished()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """See WorkerHalf.take_failed_blocks. vLLM asks right after ``get_finished``, in the same pass."""
+        return self._in_worker().take_failed_blocks()
+
+    # --- both -------------------------------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """Stop the threads of this process."""
+        for half in (self._scheduler, self._worker):
+            if half is not None:
+                half.shutdown()
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> Any:
+        """Add ``kvxfer_info`` to the engine's metrics."""
+        from kvxfer.connector.info import InfoMetrics
+
+        return InfoMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues, cls.mode)
+
+
+class KvxferPushConnector(KvxferConnector):
+    """Prefill's mover WRITEs the KV into the blocks that decode has registered, while prefill still computes."""
+
+    mode = "push"
+
+
+class KvxferPullConnector(KvxferConnector):
+    """Decode's mover READs the KV out of the blocks that prefill holds for it."""
+
+    mode = "pull"

@@ -1,0 +1,55 @@
+"""The ``kvxfer_info`` gauge: how a router learns an engine's id and control address from the engine itself.
+
+vLLM shows neither over HTTP, but it lets a connector add metrics in the API server's process, which has the configuration.
+One sample an engine (data-parallel rank), with value 1; everything is in the labels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
+
+from kvxfer.config import settings_from
+from kvxfer.protocol.messages import WIRE_VERSION
+
+LABELS = ("engine_id", "host", "port", "tp_size", "pp_size", "role", "mode", "wire")
+
+
+class InfoMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM is not typed where the checks run
+    """Sets the gauge once, when the API server starts."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+        mode: str,
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+        settings, _ = settings_from(transfer.kv_connector_extra_config or {})
+        gauge = self._gauge_cls(
+            name="kvxfer_info",
+            documentation="Identity and control address of this engine's kvxfer connector; the value is always 1.",
+            labelnames=[*labelnames, *LABELS],
+        )
+        for index, values in per_engine_labelvalues.items():
+            engine = transfer.engine_id
+            if parallel.data_parallel_size > 1:
+                engine = f"{engine}_dp{index}"  # as vLLM names it in that rank's own process
+            identity = {
+                "engine_id": engine,
+                "host": settings.advertise_host or settings.control_host,
+                "port": settings.control_port + index,
+                "tp_size": parallel.tensor_parallel_size,
+                "pp_size": parallel.pipeline_parallel_size,
+                "role": transfer.kv_role,
+                "mode": mode,
+                "wire": WIRE_VERSION,
+            }
+            gauge.labels(*values, *(str(identity[label]) for label in LABELS)).set(1)
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Nothing changes after the start."""

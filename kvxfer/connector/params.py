@@ -1,0 +1,84 @@
+"""The ``kv_transfer_params`` of a request: upstream's keys, so that proxies made for its connectors drive ours unchanged.
+
+They come from outside, so nothing in them is trusted to have any type. What is malformed is refused with a reason, and the
+request then runs as if it had none: computed locally, correct, never failed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvxfer.protocol.ids import MAX_ID_LENGTH, HandoffId, handoff_id
+from kvxfer.transport.commands import EngineAddress
+
+
+@dataclass(frozen=True, slots=True)
+class SourceParams:
+    """Prefill leg: compute, and hand the KV over. A ``probe`` only wants the answer's address and hands nothing over."""
+
+    handoff: HandoffId
+    probe: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SinkParams:
+    """Decode leg: somebody else computes the prompt's KV, at ``source``."""
+
+    handoff: HandoffId
+    source: EngineAddress
+
+
+class ParamsError(ValueError):
+    """These kv_transfer_params cannot be used; the text says which key and why."""
+
+
+def parse(request_id: str, params: object) -> SourceParams | SinkParams | None:
+    """Read a request's params; None when it takes no part in a handoff. Raises ParamsError."""
+    if params is None:
+        return None
+    if not isinstance(params, dict):
+        raise ParamsError(f"kv_transfer_params is {_kind(params)}, not an object")
+    prefill, decode = _flag(params, "do_remote_prefill"), _flag(params, "do_remote_decode")
+    if not (prefill or decode):
+        return None
+    if prefill and decode:
+        raise ParamsError("do_remote_prefill and do_remote_decode are both true: a leg is one or the other")
+    transfer = _text(params, "transfer_id")
+    if decode:
+        return SourceParams(handoff_id(request_id, transfer), _flag(params, "kvxfer_probe"))
+    handoff = handoff_id(request_id, transfer, _text(params, "remote_request_id"))
+    host = _text(params, "remote_host")
+    if not host:
+        raise ParamsError("remote_host is missing: the prefill engine's control_host")
+    port = params.get("remote_port")
+    if isinstance(port, str) and port.isdecimal():
+        port = int(port)
+    if not isinstance(port, int) or isinstance(port, bool) or not 0 < port < 65536:  # noqa: PLR2004
+        raise ParamsError(f"remote_port is {_kind(port)}: it must be the prefill engine's control_port")
+    return SinkParams(handoff, EngineAddress(host, port, _text(params, "remote_engine_id") or ""))
+
+
+def _flag(params: dict[Any, Any], key: str) -> bool:
+    value = params.get(key)
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    raise ParamsError(f"{key} is {_kind(value)}, not true or false")
+
+
+def _text(params: dict[Any, Any], key: str) -> str | None:
+    value = params.get(key)
+    if value is None:
+        return None
+    if not isinstance(value, str) or len(value) > MAX_ID_LENGTH:
+        raise ParamsError(f"{key} is {_kind(value)}, not a string of at most {MAX_ID_LENGTH} characters")
+    return value
+
+
+def _kind(value: object) -> str:
+    """Describe a value without repeating what may be large or hostile."""
+    if isinstance(value, str):
+        return f"a string of {len(value):,} characters"
+    return (
+        "missing" if value is None else repr(value) if isinstance(value, int | float) else f"a {type(value).__name__}"
+    )

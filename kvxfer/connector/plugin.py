@@ -1,0 +1,26 @@
+"""The entry point of ``vllm.general_plugins``: runs once in every process of an engine, before anything else of ours."""
+
+from __future__ import annotations
+
+import os
+
+CONNECTORS = ("KvxferPushConnector", "KvxferPullConnector")
+
+
+def register() -> None:
+    """Make the connectors known to vLLM by name, and set what the accelerators' runtimes read when they start.
+
+    Calling it again does nothing. Variables that are set already are left alone.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    from kvxfer.platform import platforms
+
+    for kind in platforms().values():
+        platform = kind()
+        if platform.presence().here:
+            for name, value in platform.environment().items():
+                os.environ.setdefault(name, value)
+    for name in CONNECTORS:
+        if name not in KVConnectorFactory._registry:  # noqa: SLF001 - register_connector raises on a second call
+            KVConnectorFactory.register_connector(name, "kvxfer.connector.connectors", name)

@@ -1,0 +1,271 @@
+"""The scheduler half of a connector: lives in the engine core's process, decides who takes part in which handoff.
+
+It is called by the scheduler at every step and must cost what is new in that step. It makes no NIXL call and waits for no
+network: what the worker ranks shall do travels as a ``Step`` in vLLM's own scheduler output, what prefill shall hear at once
+goes to the control thread.
+
+Each request that takes part owes vLLM one report at most: a source whose blocks are held (``finished_sending``), or a sink
+whose load is asynchronous (``finished_recving``). Withholding it is how blocks stay out of everybody's hands.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from array import array
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from kvxfer.connector import compat
+from kvxfer.connector.announce import Announcer
+from kvxfer.connector.params import ParamsError, SinkParams, SourceParams, parse
+from kvxfer.errors import RemoteProtocolError
+from kvxfer.protocol.messages import Directory, Report
+from kvxfer.transport.commands import SinkCancel, SinkOpen, SourceFinish, SourceProgress, SourceStart, Step
+from kvxfer.transport.control import ControlChannel
+
+if TYPE_CHECKING:
+    from kvxfer.config import Settings
+    from kvxfer.layout.card import RankCard
+    from kvxfer.protocol import messages
+    from kvxfer.protocol.ids import HandoffId, RankId
+    from kvxfer.transport.dialer import Outcome
+
+logger = logging.getLogger("kvxfer.scheduler")
+
+
+class _SinkState(Enum):
+    NEW = "new"  # no blocks yet
+    OPEN = "open"  # registered; vLLM waits for one report
+    DONE = "done"  # reported, or never needed
+
+
+@dataclass(slots=True)
+class _Sink:
+    """A request whose prompt somebody else computes."""
+
+    params: SinkParams
+    heard: float
+    state: _SinkState = _SinkState.NEW
+
+
+@dataclass(slots=True)
+class _Source:
+    """A request whose KV somebody else wants. ``complete``: its last prompt position was scheduled."""
+
+    handoff: HandoffId
+    prompt_tokens: int
+    complete: bool = False
+    has_blocks: bool = False
+
+
+class SchedulerHalf:
+    """Raises TransportError when the control address cannot be bound."""
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, mode: str, settings: Settings, me: RankId) -> None:
+        self.mode = mode
+        self.settings = settings
+        parallel = vllm_config.parallel_config
+        self._tp_size = parallel.tensor_parallel_size
+        self._pp_size = parallel.pipeline_parallel_size
+        self._block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        self._engine = me.engine
+        self._step = Step()
+        self._sources: dict[str, _Source] = {}
+        self._sinks: dict[str, _Sink] = {}
+        port = settings.control_port + compat.data_parallel_index(vllm_config)
+        self.control = ControlChannel(me, settings.control_host, port, self, settings.timing, settings.connect_timeout)
+        self._announcer = Announcer(self.control, settings.leg_timeout)
+        self.control.start()
+        logger.info("engine %s: control channel at %s:%d", me.engine, settings.control_host, port)
+
+    # --- requests come ----------------------------------------------------------------------------------------------
+
+    def on_new_request(self, request: Any) -> None:
+        """Take note of a request that takes part in a handoff."""
+        request_id = request.request_id
+        try:
+            params = parse(request_id, request.kv_transfer_params)
+        except ParamsError as error:
+            logger.warning("request %s is computed here, without a handoff: %s", request_id, error)
+            return
+        now = time.monotonic()
+        match params:
+            case SinkParams():
+                self._sinks[request_id] = _Sink(params, now)
+                self._announcer.expect(params.handoff, params.source)
+            case SourceParams(handoff, probe) if not probe:
+                self._sources[request_id] = _Source(handoff, request.num_prompt_tokens)
+                self._step.started.append(SourceStart(handoff, request_id, request.num_prompt_tokens, now))
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        """Offer every prompt position that decode has not cached itself. May be asked again; changes nothing."""
+        sink = self._sinks.get(request.request_id)
+        if sink is None or sink.state is not _SinkState.NEW:
+            return 0, False
+        missing = request.num_prompt_tokens - num_computed_tokens
+        if num_computed_tokens > 0 and missing <= self._block_size:
+            # All but the last block, which no prefix cache ever holds whole, is here: computing it is quicker than waiting.
+            return 0, False
+        return (missing, True) if missing > 0 else (0, False)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Register the blocks that vLLM allocated; or note that nothing is wanted."""
+        sink = self._sinks.get(request.request_id)
+        if sink is None or sink.state is not _SinkState.NEW:
+            return
+        handoff, source = sink.params.handoff, sink.params.source
+        if num_external_tokens <= 0:
+            sink.state = _SinkState.DONE
+            self._announcer.release(handoff, source, "decode has the prompt in its prefix cache")
+            return
+        end = request.num_prompt_tokens
+        start = end - num_external_tokens
+        ids = list(blocks.get_block_ids()[0])[start // self._block_size : -(-end // self._block_size)]
+        sink.state = _SinkState.OPEN
+        self._announcer.settle(handoff)
+        self._step.opened.append(
+            SinkOpen(
+                handoff, request.request_id, source, start, end,
+                self.registered_blocks(request.request_id, array("i", ids)).tobytes(), sink.heard, time.monotonic(),
+            )
+        )  # fmt: skip
+
+    def registered_blocks(self, request_id: str, block_ids: array[int]) -> array[int]:
+        """Return the block ids that are registered for a request. What a demonstration of wrong KV overrides."""
+        del request_id
+        return block_ids
+
+    # --- steps ------------------------------------------------------------------------------------------------------
+
+    def build_step(self, output: Any) -> Step:
+        """Collect what this step changes, from the scheduler's output and from what was noted since the last one."""
+        step, self._step = self._step, Step()
+        if self._sources:
+            self._note_sources(output, step)
+        return step
+
+    def _note_sources(self, output: Any, step: Step) -> None:
+        for request_id in compat.preempted_requests(output):
+            source = self._sources.get(request_id)
+            if source is not None:
+                self._restart(request_id, source, step)
+        for one in compat.scheduled_requests(output):
+            source = self._sources.get(one.request_id)
+            if source is None or (source.complete and not one.whole):
+                continue
+            if one.whole and source.has_blocks:
+                self._restart(one.request_id, source, step)
+            final = min(one.computed + one.scheduled, source.prompt_tokens)
+            source.has_blocks = True
+            source.complete = final == source.prompt_tokens
+            step.progress.append(SourceProgress(one.request_id, one.blocks, final))
+
+    @staticmethod
+    def _restart(request_id: str, source: _Source, step: Step) -> None:
+        if source.has_blocks:
+            source.has_blocks = source.complete = False
+            step.preempted.append(request_id)
+
+    # --- requests go ------------------------------------------------------------------------------------------------
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Say whether the blocks are still needed; a source's answer tells a router where to find the KV."""
+        request_id = request.request_id
+        sink = self._sinks.pop(request_id, None)
+        if sink is not None:
+            if sink.state is _SinkState.NEW:
+                self._announcer.release(
+                    sink.params.handoff, sink.params.source, f"decode gave up: {request.status.name}"
+                )
+            elif sink.state is _SinkState.OPEN:
+                self._step.cancelled.append(SinkCancel(request_id, f"decode gave up: {request.status.name}"))
+            return False, None
+        source = self._sources.pop(request_id, None)
+        if source is None:
+            return False, self._probe_answer(request)
+        status = request.status.name
+        aborted = None
+        if status not in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION"):
+            aborted = f"prefill ended with {status}"
+        elif len(block_ids) * self._block_size < source.prompt_tokens:
+            aborted = "prefill was preempted while its last token was in flight"
+        held = bool(block_ids)
+        self._step.finished.append(SourceFinish(request_id, aborted, held))
+        return held, None if aborted else self._answer(source.handoff, request_id, source.prompt_tokens)
+
+    def update_connector_output(self, output: Any) -> None:
+        """Note which sinks have been reported: they owe nothing any more."""
+        for request_id in output.finished_recving or ():
+            sink = self._sinks.get(request_id)
+            if sink is not None:
+                sink.state = _SinkState.DONE
+
+    def has_pending_work(self) -> bool:
+        """Tell whether something noted must reach the workers although no request may be left to schedule."""
+        return bool(self._step)
+
+    def _probe_answer(self, request: Any) -> dict[str, Any] | None:
+        try:
+            params = parse(request.request_id, request.kv_transfer_params)
+        except ParamsError:
+            return None
+        if isinstance(params, SourceParams) and params.probe:
+            return self._answer(params.handoff, request.request_id, 0)
+        return None
+
+    def _answer(self, handoff: HandoffId, request_id: str, tokens: int) -> dict[str, Any]:
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_block_ids": [],
+            "remote_engine_id": self._engine,
+            "remote_request_id": request_id,
+            "remote_host": self.settings.advertise_host or self.settings.control_host,
+            "remote_port": self.control.port,
+            "tp_size": self._tp_size,
+            "pp_size": self._pp_size,
+            "remote_num_tokens": tokens,
+            "transfer_mode": self.mode,
+            "transfer_id": handoff.transfer,
+        }
+
+    # --- the ranks, and the control channel -------------------------------------------------------------------------
+
+    def publish(self, addresses: list[messages.RankAddress]) -> None:
+        """Let peers find this engine's ranks."""
+        addresses = sorted(addresses, key=lambda address: address.rank)
+        self.control.publish(Directory(self._engine, self._tp_size, self._pp_size, ready=True, ranks=tuple(addresses)))
+
+    def shutdown(self) -> None:
+        """Close the control channel."""
+        self.control.stop()
+
+    def on_message(self, frm: RankId, message: messages.AnyMessage) -> None:
+        """Refuse: handoffs are matters of the worker ranks."""
+        raise RemoteProtocolError(f"{frm} sent {type(message).__name__} to a scheduler process")
+
+    def on_up(self, rank: RankId, card: RankCard | None) -> None:
+        """Nothing to do: the announcer hears of whole engines."""
+
+    def on_lost(self, rank: RankId, reason: str, granted_until: float) -> None:
+        """Forget the engine's ranks."""
+        del reason, granted_until
+        self._announcer.on_lost(rank)
+
+    def on_lease(self, rank: RankId, until: float) -> None:
+        """Nothing to do: a scheduler process posts nothing."""
+
+    def on_outcome(self, outcome: Outcome) -> None:
+        """Let the announcer say what waited."""
+        self._announcer.on_outcome(outcome)
+
+    def on_round(self, now: float) -> None:
+        """Renew what decode expects."""
+        self._announcer.on_round(now)
+
+    def on_report(self, last: int) -> Report:
+        """Refuse: records are the worker ranks'."""
+        del last
+        raise RemoteProtocolError("handoff records are asked of worker ranks, whose addresses are in the directory")

@@ -1,0 +1,169 @@
+"""What is put into a mover's mailbox, and by whom."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvxfer.layout.card import RankCard
+    from kvxfer.platform import Fence
+    from kvxfer.protocol.ids import HandoffId, RankId
+    from kvxfer.protocol.messages import AnyMessage
+
+
+@dataclass(frozen=True, slots=True)
+class EngineAddress:
+    """Where an engine's control channel listens, and which engine is expected there (empty: any)."""
+
+    host: str
+    port: int
+    engine: str
+
+    def __str__(self) -> str:
+        """For messages that people read."""
+        return f"{self.engine or 'an engine'} at {self.host}:{self.port}"
+
+
+# --- from the engine thread: what a scheduler decided, made by the scheduler half and carried by vLLM ---------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SourceStart:
+    """A request whose KV another engine wants was admitted; ``heard`` is when (monotonic seconds)."""
+
+    handoff: HandoffId
+    request_id: str
+    prompt_tokens: int
+    heard: float
+
+
+@dataclass(frozen=True, slots=True)
+class SourceProgress:
+    """After this step positions [0, final) are final; ``blocks`` extend the request's block table."""
+
+    request_id: str
+    blocks: tuple[int, ...]
+    final: int
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFinish:
+    """The engine is done with a source's request; ``held``: it keeps the blocks until told otherwise."""
+
+    request_id: str
+    aborted: str | None
+    held: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SinkOpen:
+    """Blocks were allocated for positions [start, end) of a request that another engine prefills."""
+
+    handoff: HandoffId
+    request_id: str
+    source: EngineAddress
+    start: int
+    end: int
+    blocks: bytes
+    heard: float
+    allocated: float
+
+
+@dataclass(frozen=True, slots=True)
+class SinkCancel:
+    """The engine wants a sink's request no more."""
+
+    request_id: str
+    reason: str
+
+
+@dataclass(slots=True)
+class Step:
+    """What one engine step changes. An empty step is not sent."""
+
+    preempted: list[str] = field(default_factory=list)
+    started: list[SourceStart] = field(default_factory=list)
+    finished: list[SourceFinish] = field(default_factory=list)
+    progress: list[SourceProgress] = field(default_factory=list)
+    opened: list[SinkOpen] = field(default_factory=list)
+    cancelled: list[SinkCancel] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        """Tell whether anything changed."""
+        return bool(self.preempted or self.started or self.finished or self.progress or self.opened or self.cancelled)
+
+
+@dataclass(frozen=True, slots=True)
+class StepBegin:
+    """A step's changes. ``fence`` passes when everything launched before this step has finished."""
+
+    step: Step
+    fence: Fence
+
+
+@dataclass(frozen=True, slots=True)
+class StepEnd:
+    """``fence`` passes when the last begun step's own work has finished."""
+
+    fence: Fence
+
+
+# --- from the control thread ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """All ranks of an engine are connected."""
+
+    address: EngineAddress
+    ranks: tuple[RankId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Unreachable:
+    """An engine's ranks cannot be connected, or refuse us."""
+
+    address: EngineAddress
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerUp:
+    """A session with a worker rank was opened."""
+
+    rank: RankId
+    card: RankCard
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLost:
+    """A session ended; the peer may have posted until ``granted_until``."""
+
+    rank: RankId
+    reason: str
+    granted_until: float
+
+
+@dataclass(frozen=True, slots=True)
+class Leased:
+    """The rank that receives this may post against a peer's memory until ``until``."""
+
+    rank: RankId
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
+class Inbound:
+    """A peer's message about a handoff."""
+
+    frm: RankId
+    message: AnyMessage
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End the mover."""
+
+
+Command = StepBegin | StepEnd | Connected | Unreachable | PeerUp | PeerLost | Leased | Inbound | Stop

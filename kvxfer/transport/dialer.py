@@ -1,0 +1,143 @@
+"""How the ranks of an engine are found and connected, from its control address: ask who is there, greet each rank.
+
+The kv_transfer_params of a request name one address, the engine's; its scheduler process answers there with the directory of
+its worker ranks. The sessions are then opened with each rank. Nothing about a handoff is sent before all are open, so when
+an address is wrong, or a rank refuses, a request fails at once and nothing can have been written for it.
+
+No sockets here: ``control`` carries out ``ask``, ``greet`` and ``close``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from kvxfer.protocol.ids import RankId
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvxfer.protocol import messages
+    from kvxfer.transport.commands import EngineAddress
+
+_WILDCARDS = ("", "0.0.0.0", "::", "*")  # noqa: S104 - compared with, not bound
+
+RETRY = 0.2
+"""Seconds between asking an engine whose ranks have not all started."""
+
+
+class Wires(Protocol):
+    """What a dialer needs done with sockets."""
+
+    def ask(self, address: EngineAddress) -> None:
+        """Send WhoIs to an engine's control address."""
+
+    def greet(self, address: EngineAddress, rank: RankId, host: str, port: int) -> None:
+        """Send Hello to a rank's address."""
+
+    def is_open(self, rank: RankId) -> bool:
+        """Tell whether a session with this rank is open."""
+
+
+@dataclass(slots=True)
+class _Call:
+    """One engine that is being connected."""
+
+    address: EngineAddress
+    deadline: float
+    ask_at: float | None = None
+    ranks: tuple[RankId, ...] = ()
+    open: set[RankId] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a call ended: with all ranks, or with a reason."""
+
+    address: EngineAddress
+    ranks: tuple[RankId, ...]
+    reason: str | None
+
+
+class Dialer:
+    """The calls under way. Every method returns the calls that ended by it."""
+
+    def __init__(self, wires: Wires, timeout: float) -> None:
+        self.timeout = timeout
+        self._wires = wires
+        self._calls: dict[EngineAddress, _Call] = {}
+
+    def call(self, address: EngineAddress, now: float) -> None:
+        """Begin to connect an engine, unless that is under way."""
+        if address not in self._calls:
+            self._calls[address] = _Call(address, now + self.timeout)
+            self._wires.ask(address)
+
+    def directory(self, address: EngineAddress, message: messages.Directory, now: float) -> Iterator[Outcome]:
+        """Handle an engine's answer: greet its ranks."""
+        call = self._calls.get(address)
+        if call is None or call.ranks:
+            return
+        if address.engine and message.engine != address.engine:
+            yield self._end(
+                call,
+                f"at {address.host}:{address.port} lives the engine {message.engine!r}, the request names "
+                f"{address.engine!r}: correct remote_engine_id, remote_host and remote_port in kv_transfer_params",
+            )
+            return
+        if not message.ready:
+            call.ask_at = now + RETRY
+            return
+        call.ranks = tuple(RankId(message.engine, rank.incarnation, rank.rank) for rank in message.ranks)
+        for rank, where in zip(call.ranks, message.ranks, strict=True):
+            if self._wires.is_open(rank):
+                call.open.add(rank)
+            else:
+                host = address.host if where.host in _WILDCARDS else where.host
+                self._wires.greet(address, rank, host, where.port)
+        yield from self._check(call)
+
+    def opened(self, rank: RankId) -> Iterator[Outcome]:
+        """Note that a session was opened."""
+        for call in list(self._calls.values()):
+            if rank in call.ranks:
+                call.open.add(rank)
+                yield from self._check(call)
+
+    def refused(self, address: EngineAddress, reason: str) -> Iterator[Outcome]:
+        """Note that a rank, or the engine, refuses us."""
+        call = self._calls.get(address)
+        if call is not None:
+            yield self._end(call, reason)
+
+    def tick(self, now: float) -> Iterator[Outcome]:
+        """Give up calls that took too long; ask again where an engine was not ready."""
+        for call in list(self._calls.values()):
+            if call.deadline <= now:
+                yield self._end(call, self._why(call))
+            elif call.ask_at is not None and call.ask_at <= now:
+                call.ask_at = None
+                self._wires.ask(call.address)
+
+    def __len__(self) -> int:
+        """Return the number of calls under way."""
+        return len(self._calls)
+
+    def _why(self, call: _Call) -> str:
+        if call.ranks:
+            missing = ", ".join(str(rank) for rank in call.ranks if rank not in call.open)
+            return f"no answer from {missing} within {self.timeout:g} s: check the firewall between the two hosts"
+        if call.ask_at is not None:
+            return f"{call.address} had not started all its ranks after {self.timeout:g} s"
+        return (
+            f"no answer from {call.address} within {self.timeout:g} s: check that remote_host and remote_port in "
+            "kv_transfer_params are that engine's control_host and control_port, and the firewall"
+        )
+
+    def _check(self, call: _Call) -> Iterator[Outcome]:
+        if len(call.open) == len(call.ranks):
+            yield self._end(call, None)
+
+    def _end(self, call: _Call, reason: str | None) -> Outcome:
+        del self._calls[call.address]
+        return Outcome(call.address, call.ranks if reason is None else (), reason)

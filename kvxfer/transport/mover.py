@@ -1,0 +1,470 @@
+"""The mover: the one thread of a worker process that owns the NIXL agent and the two ends of every handoff.
+
+Everybody else puts commands into its mailbox and takes results out of another; nobody waits for it, and it waits for nobody.
+While something is under way (a transfer, a registered sink, a fence that has not passed) it looks every ``poll`` seconds,
+since NIXL's own progress thread is off; with nothing under way it sleeps in its mailbox, and a command wakes it at once.
+
+One order is a matter of correctness. A round first *observes* which transfers are terminal, then handles the *whole* mailbox,
+and only then *acts* on what it observed. So, when a preemption was posted before the blocks were given away, no write that
+may have read them afterwards is ever taken for valid (``protocol/source.py``).
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvxfer.errors import LocalProtocolError, RemoteProtocolError, TransportError
+from kvxfer.layout.blocks import block_span, plan_blocks
+from kvxfer.protocol import messages
+from kvxfer.protocol.actions import Action, Note, PostRead, PostWrite, Send, SinkFinished, SourceFinished
+from kvxfer.protocol.sink import Sink
+from kvxfer.protocol.source import Source
+from kvxfer.transport import commands as cmd
+from kvxfer.transport.agent import Status
+from kvxfer.transport.records import RecordBook
+from kvxfer.transport.steps import Steps
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from kvxfer.layout.blocks import CacheLayout
+    from kvxfer.layout.card import RankCard
+    from kvxfer.protocol.ids import HandoffId, RankId
+    from kvxfer.transport.agent import Agent
+
+logger = logging.getLogger("kvxfer.mover")
+
+TICK = 0.25
+"""Seconds between looks at deadlines while any handoff is open."""
+
+
+@dataclass(frozen=True, slots=True)
+class MoverSettings:
+    """``mode`` is push or pull; times in seconds. See docs/settings.md."""
+
+    mode: str
+    stream: bool = True
+    leg_timeout: float = 30.0
+    pull_lease: float = 30.0
+    drain_bound: float = 2.0
+    poll: float = 0.0003
+    records: int = 1024
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """A posted transfer of ours, and whom to tell when it is terminal."""
+
+    transfer: Any
+    number: int
+    handoff: HandoffId
+    side: str
+    peer: str
+
+
+class Mover(threading.Thread):
+    """Owns ``agent`` (made by ``make_agent`` in this thread) and moves what the two machines want moved.
+
+    ``send`` hands a message to the control thread, ``connect`` asks it for an engine's ranks; both return at once.
+    ``start_and_wait`` raises what went wrong in making the agent or registering the cache.
+    """
+
+    def __init__(
+        self,
+        rank: RankId,
+        layout: CacheLayout,
+        make_agent: Callable[[], Agent],
+        settings: MoverSettings,
+        send: Callable[[RankId, messages.Message], None],
+        connect: Callable[[cmd.EngineAddress], None],
+    ) -> None:
+        super().__init__(name=f"kvxfer-mover-{rank.rank}", daemon=True)
+        self.rank = rank
+        self.layout = layout
+        self.settings = settings
+        self.source = Source(
+            layout.block_size,
+            stream=settings.stream,
+            leg_timeout=settings.leg_timeout,
+            lease=settings.pull_lease,
+            drain_bound=settings.drain_bound,
+        )
+        self.sink = Sink(layout.block_size, drain_bound=settings.drain_bound, renew_after=settings.pull_lease / 4)
+        self.records = RecordBook(settings.records)
+        self.results: deque[SourceFinished | SinkFinished] = deque()
+        """What the engine is owed, oldest first; the engine thread pops from the left."""
+        self.counters = {"bytes": 0, "descriptors": 0, "transfers": 0, "failed_transfers": 0, "refused_messages": 0}
+        self.agent_metadata = b""
+        self._make_agent = make_agent
+        self._send = send
+        self._connect = connect
+        self._mailbox: queue.SimpleQueue[cmd.Command] = queue.SimpleQueue()
+        self._ready = threading.Event()
+        self._start_error: BaseException | None = None
+        self._agent: Agent
+        self._steps = Steps()
+        self._cards: dict[RankId, RankCard] = {}
+        self._agents: dict[RankId, str] = {}
+        self._waiting: dict[cmd.EngineAddress, list[HandoffId]] = {}
+        self._connected: dict[cmd.EngineAddress, tuple[RankId, ...]] = {}
+        self._fenced: set[HandoffId] = set()
+        self._in_flight: list[_InFlight] = []
+        self._next_tick = 0.0
+
+    # --- for other threads ------------------------------------------------------------------------------------------
+
+    def start_and_wait(self, timeout: float = 120.0) -> None:
+        """Start, and return when the agent is made and the cache registered. Raises what went wrong."""
+        self.start()
+        if not self._ready.wait(timeout):
+            raise TransportError(
+                f"NIXL did not start and register the cache within {timeout:g} s; see NIXL_LOG_LEVEL=DEBUG"
+            )
+        if self._start_error is not None:
+            raise self._start_error
+
+    def post(self, command: cmd.Command) -> None:
+        """Put a command into the mailbox. Never waits; from any thread."""
+        self._mailbox.put(command)
+
+    def stop(self, timeout: float = 5.0) -> None:
+        """End the thread and close the agent."""
+        if self.is_alive():
+            self.post(cmd.Stop())
+            self.join(timeout)
+
+    # --- the thread -------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Make the agent, then turn rounds until stopped."""
+        try:
+            self._agent = self._make_agent()
+            self._agent.register(self.layout.spans, self.layout.memory)
+            self.agent_metadata = self._agent.metadata()
+        except BaseException as error:  # noqa: BLE001 - raised again in the thread that started us
+            self._start_error = error
+            return
+        finally:
+            self._ready.set()
+        try:
+            while self._round():
+                pass
+        finally:
+            self._agent.close()
+
+    def _round(self) -> bool:
+        """Observe, handle the mailbox, act. Returns False when stopped."""
+        first = self._take(self._wait_time())
+        terminal = self._observe()
+        notifications = self._agent.notifications() if self._listening() else []
+        if first is not None and not self._handle_all(first):
+            return False
+        while (command := self._take(0.0)) is not None:
+            if not self._handle_all(command):
+                return False
+        now = time.monotonic()
+        self._act_on_fences(now)
+        for one, failed in terminal:
+            self._guarded(self._act_on_terminal, one, failed, now)
+        for frm, packed in notifications:
+            self._guarded(self._act_on_notification, frm, packed, now)
+        if now >= self._next_tick and (len(self.source) or len(self.sink)):
+            self._next_tick = now + TICK
+            self._run(self.source.tick(now))
+            self._run(self.sink.tick(now))
+        return True
+
+    def _listening(self) -> bool:
+        return self.sink.receiving() or self.source.serving()
+
+    def _wait_time(self) -> float | None:
+        """Seconds to sleep in the mailbox; None for as long as nothing comes."""
+        if self._in_flight or self._listening() or self._steps:
+            return self.settings.poll
+        return TICK if len(self.source) or len(self.sink) else None
+
+    def _take(self, timeout: float | None) -> cmd.Command | None:
+        try:
+            return self._mailbox.get_nowait() if timeout == 0.0 else self._mailbox.get(timeout=timeout)
+        except queue.Empty:
+            return None
+
+    def _observe(self) -> list[tuple[_InFlight, bool]]:
+        """Find the transfers that have become terminal, and whether they failed."""
+        terminal = []
+        for one in self._in_flight:
+            status = self._agent.status(one.transfer)
+            if status is not Status.PENDING:
+                terminal.append((one, status is Status.FAILED))
+        return terminal
+
+    def _handle_all(self, command: cmd.Command) -> bool:
+        if isinstance(command, cmd.Stop):
+            return False
+        self._guarded(self._handle, command)
+        return True
+
+    def _guarded(self, act: Callable[..., None], *args: Any) -> None:
+        """A peer's nonsense, or a defect of ours in one handoff, must not end the thread that serves all the others."""
+        try:
+            act(*args)
+        except RemoteProtocolError as error:
+            self.counters["refused_messages"] += 1
+            logger.warning("refused what a peer sent: %s", error)
+        except Exception:
+            logger.exception("defect in the handling of %r", args[0])
+
+    # --- commands ---------------------------------------------------------------------------------------------------
+
+    def _handle(self, command: cmd.Command) -> None:
+        now = time.monotonic()
+        match command:
+            case cmd.Inbound(frm, message):
+                self._run(self._dispatch(frm, message, now))
+            case cmd.StepBegin(step, fence):
+                self._begin(step, now)
+                self._steps.begin(step, fence)
+                self._act_on_fences(now)
+            case cmd.StepEnd(fence):
+                self._steps.end(fence)
+            case cmd.Leased(rank, until):
+                self._run(self.source.leased(rank, until, now))
+            case cmd.Connected(address, ranks):
+                self._connected[address] = ranks
+                for handoff in self._waiting.pop(address, []):
+                    self._register(handoff, address, now)
+            case cmd.Unreachable(address, reason):
+                self._connected.pop(address, None)
+                for handoff in self._waiting.pop(address, []):
+                    self._run(self.sink.unreachable(handoff, reason))
+            case cmd.PeerUp(rank, card):
+                self._cards[rank] = card
+            case cmd.PeerLost(rank, reason, granted_until):
+                self._lose(rank, reason, granted_until, now)
+            case _:
+                raise LocalProtocolError(f"no handler for {command!r}")
+
+    def _begin(self, step: cmd.Step, now: float) -> None:
+        for request_id in step.preempted:
+            self._run(self.source.preempt(request_id, now))
+        for start in step.started:
+            record = self.records.open("source", start.handoff, self.rank.rank, self.settings.mode)
+            record.request_id, record.backend = start.request_id, self._agent.backend
+            record.times.expected = record.times.expected or start.heard
+            self._run(self.source.start(start.handoff, start.request_id, start.prompt_tokens, now))
+        for opened in step.opened:
+            if self.sink.state(opened.handoff) is not None:
+                # Two requests claim one handoff. The second is refused, and nothing of the first is touched.
+                self.results.extend(self._opening(opened, now))  # type: ignore[arg-type]  # SinkFinished only
+                continue
+            record = self.records.open("sink", opened.handoff, self.rank.rank, self.settings.mode)
+            record.request_id, record.backend = opened.request_id, self._agent.backend
+            record.tokens = opened.end - opened.start
+            record.blocks = self.layout.blocks_for(opened.start, opened.end)
+            record.times.expected, record.times.allocated = opened.heard, opened.allocated
+            self._run(self._opening(opened, now))
+            if opened.source not in self._connected:
+                self._connect(opened.source)
+                self._waiting.setdefault(opened.source, []).append(opened.handoff)
+        for cancel in step.cancelled:
+            self._run(self.sink.cancel(cancel.request_id, cancel.reason))
+
+    def _opening(self, opened: cmd.SinkOpen, now: float) -> Iterator[Action]:
+        mode = self.settings.mode
+        return self.sink.open(opened.handoff, opened.request_id, mode, opened.start, opened.end, opened.blocks, now)
+
+    def _act_on_fences(self, now: float) -> None:
+        if not self._steps:
+            return
+        for finished, progress in self._steps.passed_sources():
+            for end in finished:
+                self._run(self.source.finish(end.request_id, now, aborted=end.aborted, held=end.held))
+            for one in progress:
+                self._run(self.source.progress(one.request_id, one.blocks, one.final, now))
+        for opened in self._steps.passed_sinks():
+            if self.sink.request(opened.handoff) != opened.request_id:
+                continue  # cancelled or refused meanwhile
+            self._fenced.add(opened.handoff)
+            if opened.source in self._connected:
+                self._register(opened.handoff, opened.source, now)
+
+    def _register(self, handoff: HandoffId, address: cmd.EngineAddress, now: float) -> None:
+        """Register a sink whose source is connected, once its blocks' fence has passed as well."""
+        if handoff in self._fenced:
+            self._fenced.remove(handoff)
+            self._run(self.sink.connected(handoff, self._connected[address], now))
+
+    def _lose(self, rank: RankId, reason: str, granted_until: float, now: float) -> None:
+        self._run(self.sink.peer_lost(rank, reason, granted_until, now))
+        self._run(self.source.peer_lost(rank, reason, now))
+        self._cards.pop(rank, None)
+        for address in [a for a, ranks in self._connected.items() if rank in ranks]:
+            del self._connected[address]
+        name = self._agents.pop(rank, None)
+        if name is not None and not any(one.peer == name for one in self._in_flight):
+            self._forget_agent(name)
+
+    def _forget_agent(self, name: str) -> None:
+        try:
+            self._agent.remove_peer(name)
+        except TransportError as error:
+            logger.info("%s", error)
+
+    def _dispatch(self, frm: RankId, message: messages.AnyMessage, now: float) -> Iterator[Action]:
+        match message:
+            case messages.Register():
+                yield from self.source.register(frm, message, now)
+            case messages.Expect():
+                yield from self.source.expect(frm, message, now)
+            case messages.Release():
+                yield from self.source.release(frm, message, now)
+            case messages.Cancel():
+                yield from self.source.cancel(frm, message, now)
+            case messages.Seal():
+                yield from self.sink.seal(frm, message, now)
+            case messages.Grant():
+                yield from self.sink.grant(frm, message, now)
+            case messages.CancelAck():
+                yield from self.sink.cancel_ack(frm, message)
+            case messages.Failed():
+                yield from self.sink.failed(frm, message)
+            case _:
+                raise RemoteProtocolError(f"{frm} sent {type(message).__name__} to a mover")
+
+    # --- what became of transfers -----------------------------------------------------------------------------------
+
+    def _act_on_terminal(self, one: _InFlight, failed: bool, now: float) -> None:
+        self._in_flight.remove(one)
+        self._agent.release(one.transfer)
+        record = self.records.get(one.side, one.handoff)
+        if record is not None:
+            record.times.last_byte = now
+        if failed:
+            self._post_failed(one.side, one.number, f"NIXL reports an error towards {one.peer}", now)
+        elif one.side == "source":
+            self._run(self.source.written(one.number, now))
+        else:
+            self._run(self.sink.read_done(one.number, now))
+        if one.peer not in self._agents.values() and not any(other.peer == one.peer for other in self._in_flight):
+            self._forget_agent(one.peer)
+
+    def _post_failed(self, side: str, number: int, reason: str, now: float) -> None:
+        self.counters["failed_transfers"] += 1
+        machine = self.source.write_failed if side == "source" else self.sink.read_failed
+        self._run(machine(number, reason, now))
+
+    def _act_on_notification(self, frm: str, packed: bytes, now: float) -> None:
+        written = messages.unpack_written(packed)
+        record = self.records.get("sink", written.handoff)
+        if record is not None:
+            record.times.notified = now
+        self._run(self.sink.written(frm, written))
+
+    # --- actions ----------------------------------------------------------------------------------------------------
+
+    def _run(self, actions: Iterator[Action]) -> None:
+        """Execute what a machine wants. All of it is taken first: executing may feed the machine its next event."""
+        for action in list(actions):
+            match action:
+                case Send(to, message):
+                    self._send(to, message)
+                case PostWrite() | PostRead():
+                    self._post_transfer(action)
+                case SourceFinished() | SinkFinished():
+                    self._finish(action)
+                case Note():
+                    self._note(action)
+
+    def _finish(self, action: SourceFinished | SinkFinished) -> None:
+        side = "source" if isinstance(action, SourceFinished) else "sink"
+        record = self.records.get(side, action.handoff)
+        reason = getattr(action, "reason", None) or (record.reason if record else "")
+        outcome = "failed" if getattr(action, "reason", None) else (record.outcome if record else "open")
+        if side == "sink":
+            self._fenced.discard(action.handoff)
+        # Recorded first: whoever sees the engine's answer may look at the record.
+        self.records.end(side, action.handoff, "done" if outcome == "open" else outcome, reason, time.monotonic())
+        self.results.append(action)
+
+    def _note(self, note: Note) -> None:
+        if note.side == "source" and note.what in ("expected", "registered"):
+            self.records.open("source", note.handoff, self.rank.rank, self.settings.mode)
+        record = self.records.get(note.side, note.handoff)
+        if record is None:
+            return
+        now, times = time.monotonic(), record.times
+        match note.what:
+            case "expected" | "registered" | "sealed":
+                if getattr(times, note.what) is None:
+                    setattr(times, note.what, now)
+            case "chunk":
+                times.chunks_final.append(now)
+            case "served" | "cancelled" | "fencing" | "duplicate":
+                record.reason = note.detail
+                if note.detail != "done":
+                    record.outcome = note.what
+            case "expired":
+                self.records.end("source", note.handoff, "expired", note.detail, now)
+
+    def _post_transfer(self, action: PostWrite | PostRead) -> None:
+        now = time.monotonic()
+        write = isinstance(action, PostWrite)
+        side, peer = ("source", action.to) if isinstance(action, PostWrite) else ("sink", action.frm)
+        try:
+            name, card = self._peer_agent(peer)
+            mine, theirs = (action.source_blocks, action.source_first), (action.sink_blocks, action.sink_first)
+            if not write:
+                mine, theirs = theirs, mine
+            local, remote = plan_blocks(
+                self.layout,
+                block_span(*mine, action.start, action.end, self.layout.block_size),
+                card.layout,
+                block_span(*theirs, action.start, action.end, card.layout.block_size),
+            )
+            notification = b""
+            if isinstance(action, PostWrite):
+                notification = messages.pack_written(
+                    messages.Written(
+                        action.handoff, action.attempt, action.generation, self.rank.rank, action.start, action.end
+                    )
+                )
+            transfer = self._agent.post(
+                "WRITE" if write else "READ", local, remote, self.layout.memory, name, notification
+            )
+        except (TransportError, ValueError) as error:
+            logger.warning("handoff %s: %s", action.handoff, error)
+            self._post_failed(side, action.transfer, str(error), now)
+            return
+        self._in_flight.append(_InFlight(transfer, action.transfer, action.handoff, side, name))
+        self._count(side, action, local, str(peer), now)
+
+    def _count(self, side: str, action: PostWrite | PostRead, local: Any, peer: str, now: float) -> None:
+        moved = int(local[:, 1].sum())
+        self.counters["bytes"] += moved
+        self.counters["descriptors"] += len(local)
+        self.counters["transfers"] += 1
+        record = self.records.get(side, action.handoff)
+        if record is not None:
+            record.bytes += moved
+            record.descriptors += len(local)
+            record.attempts, record.peer = action.attempt, peer
+            record.times.first_post = record.times.first_post or now
+            if side == "source":
+                record.tokens += action.end - action.start
+                record.blocks += self.layout.blocks_for(action.start, action.end)
+
+    def _peer_agent(self, peer: RankId) -> tuple[str, RankCard]:
+        """Return a peer's agent name and card, making its memory reachable first if it is not."""
+        card = self._cards.get(peer)
+        if card is None:
+            raise TransportError(f"{peer} has no open session")
+        name = self._agents.get(peer)
+        if name is None:
+            name = self._agents[peer] = self._agent.add_peer(card.agent)
+        return name, card

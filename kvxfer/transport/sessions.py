@@ -1,0 +1,127 @@
+"""The sessions of a control channel: who is connected, by which route, alive until when.
+
+Kept apart from the thread that owns the sockets (``control``): here are no sockets, only names of routes, so that opening,
+replacing and losing sessions can be read and tested by itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvxfer.errors import RemoteProtocolError
+from kvxfer.layout.card import RankCard, refusals
+from kvxfer.protocol import messages, peers
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterator
+
+    from kvxfer.protocol.ids import RankId
+
+
+@dataclass(slots=True)
+class Session:
+    """One peer process. ``route`` is where messages for it go."""
+
+    rank: RankId
+    route: Hashable
+    liveness: peers.Peer
+    card: RankCard | None
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A session that has just ended."""
+
+    session: Session
+    reason: str
+
+
+class Sessions:
+    """All sessions of one process. ``card`` is what this process tells of itself: empty for a scheduler process."""
+
+    def __init__(self, me: RankId, timing: peers.Timing) -> None:
+        self.me = me
+        self.timing = timing
+        self.card: RankCard | None = None
+        self._by_rank: dict[RankId, Session] = {}
+
+    def get(self, rank: RankId) -> Session | None:
+        """Return a peer's session."""
+        return self._by_rank.get(rank)
+
+    def __iter__(self) -> Iterator[Session]:
+        """Iterate over all sessions."""
+        return iter(list(self._by_rank.values()))
+
+    def hello(self, now: float) -> messages.Hello:
+        """Make the message that opens a session."""
+        return messages.Hello(self._card(), now)
+
+    def accept(
+        self, rank: RankId, message: messages.Hello, route: Hashable, now: float
+    ) -> messages.Welcome | messages.Refused:
+        """Answer a Hello. On success the session is open and the peer may be written to."""
+        try:
+            card = self._fits(message.card)
+        except RemoteProtocolError as error:
+            return messages.Refused(str(error))
+        session = self._open(rank, route, card, now)
+        session.liveness.hear(message.sent, 0.0, 0.0, now)
+        beat = session.liveness.beat(now)
+        return messages.Welcome(self._card(), now, beat.echo, beat.lease)
+
+    def welcomed(self, rank: RankId, message: messages.Welcome, route: Hashable, now: float) -> Session:
+        """Open the session whose Hello was answered. Raises RemoteProtocolError when the peer must not be talked to."""
+        session = self._open(rank, route, self._fits(message.card), now)
+        session.liveness.hear(message.sent, message.echo, message.lease, now)
+        return session
+
+    def beats_due(self, now: float) -> Iterator[tuple[Session, messages.Heartbeat]]:
+        """Make the heartbeats that are due."""
+        for session in self:
+            if session.liveness.due(now):
+                yield session, session.liveness.beat(now)
+
+    def silent(self, now: float) -> Iterator[Lost]:
+        """End the sessions whose peers have been silent for too long."""
+        for session in self:
+            if session.liveness.silent(now):
+                del self._by_rank[session.rank]
+                yield Lost(session, f"nothing heard from it for {self.timing.timeout:g} s")
+
+    def replaced(self, rank: RankId) -> Iterator[Lost]:
+        """End the sessions with earlier incarnations of a rank that now answers as ``rank``."""
+        for session in self:
+            same = (session.rank.engine, session.rank.rank) == (rank.engine, rank.rank)
+            if same and session.rank.incarnation != rank.incarnation and session.liveness.replaced():
+                del self._by_rank[session.rank]
+                yield Lost(session, "another process has taken its place")
+
+    def forgotten(self, rank: RankId) -> Iterator[Lost]:
+        """End a session that the peer says it does not have."""
+        session = self._by_rank.get(rank)
+        if session is not None and session.liveness.replaced():
+            del self._by_rank[rank]
+            yield Lost(session, "it has no session with this process")
+
+    def _open(self, rank: RankId, route: Hashable, card: RankCard | None, now: float) -> Session:
+        session = self._by_rank.get(rank)
+        if session is None:
+            session = self._by_rank[rank] = Session(rank, route, peers.Peer(self.timing, now), card)
+            session.liveness.welcome(0.0, 0.0, 0.0, now)
+        session.route = route
+        session.card = card or session.card
+        return session
+
+    def _card(self) -> dict[str, Any]:
+        return {} if self.card is None else self.card.to_builtins()
+
+    def _fits(self, card: dict[str, Any]) -> RankCard | None:
+        if not card:
+            return None
+        theirs = RankCard.from_builtins(card)
+        reasons = [] if self.card is None else refusals(self.card, theirs)
+        if reasons:
+            raise RemoteProtocolError("; ".join(reasons))
+        return theirs

@@ -1,0 +1,78 @@
+#!/usr/bin/env bash
+# All checks: lint, format, types, then the tests (unit, integration, e2e), in an environment that it makes by itself.
+#
+#   scripts/test.sh [--fast] [--vllm032] [arguments for pytest]
+#
+#   --fast     without e2e, which starts real vLLM engines
+#   --vllm032  with the tests marked vllm032 too: e2e on vLLM 0.32.0, in a second environment
+#
+# What pytest gets instead of its usual directories: scripts/test.sh tests/unit/protocol -x
+#
+# Environment: KVXFER_VENV, KVXFER_PYTHON, KVXFER_LOCK as in setup_env.sh; KVXFER_VENV032, the second environment
+# (<repository>/.venv-vllm032). Every step runs, whatever the ones before it said; the exit status is 1 if one failed.
+set -euo pipefail
+
+here=$PWD
+cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
+root=$PWD
+
+fast=0 vllm032=0 paths=0
+arguments=()
+for argument in "$@"; do
+    case $argument in
+    --fast) fast=1 ;;
+    --vllm032) vllm032=1 ;;
+    *)
+        [[ $argument == -* || ! -e ${argument%%::*} ]] || paths=1
+        arguments+=("$argument")
+        ;;
+    esac
+done
+
+venv=${KVXFER_VENV:-$root/.venv}
+[[ $venv = /* ]] || venv=$here/$venv
+export KVXFER_VENV=$venv
+scripts/setup_env.sh
+export PATH="$venv/bin:$PATH"
+
+case $fast$vllm032 in
+00) marks='not vllm032' ;;
+10) marks='not e2e and not vllm032' ;;
+01) marks='' ;;
+11) marks='not e2e or vllm032' ;;
+esac
+
+if ((vllm032)); then
+    venv032=${KVXFER_VENV032:-$root/.venv-vllm032}
+    [[ $venv032 = /* ]] || venv032=$here/$venv032
+    KVXFER_VENV=$venv032 KVXFER_LOCK=$root/requirements/local-vllm032.lock scripts/setup_env.sh
+    export KVXFER_VLLM032_PYTHON=$venv032/bin/python
+fi
+
+failed=()
+summary=()
+step() {
+    local name=$1 began=$SECONDS result=passed
+    shift
+    printf '\n== %s: %s\n' "$name" "$*"
+    if ! "$@"; then
+        failed+=("$name")
+        result=FAILED
+    fi
+    summary+=("$(printf '%-8s %-6s %4d s' "$name" "$result" $((SECONDS - began)))")
+}
+
+if ((paths == 0)); then
+    # In this order: what fails fast and says most comes first.
+    for directory in tests/unit tests/integration tests/e2e; do
+        [[ ! -d $directory ]] || arguments+=("$directory")
+    done
+fi
+step ruff ruff check .
+step format ruff format --check .
+step mypy mypy
+step pytest python -m pytest --durations=15 -m "$marks" "${arguments[@]}"
+
+printf '\n'
+printf '%s\n' "${summary[@]}"
+((${#failed[@]} == 0))
