@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from kvxfer.errors import PlatformError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from kvxfer.layout.blocks import CacheLayout
 
@@ -84,6 +84,14 @@ class Platform(ABC):
     @abstractmethod
     def local_rails(self, device: int) -> Sequence[str] | None:
         """Name the EFA devices local to a device on PCIe; None when every rail is as good as any other."""
+
+    def background_cpus(self) -> Collection[int] | None:
+        """Name the CPUs on which the mover and the control thread shall run; None leaves them where they are born.
+
+        A thread is born with the affinity of the engine's thread that starts it. Where the platform's runtime pins that to one
+        core, everything would share the core that the engine needs most.
+        """
+        return None
 
     @abstractmethod
     def fence(self) -> Fence:

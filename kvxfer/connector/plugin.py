@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
 CONNECTORS = ("KvxferPushConnector", "KvxferPullConnector")
@@ -16,6 +17,7 @@ def register() -> None:
 
     from kvxfer.platform import platforms
 
+    _log_as_vllm()
     for kind in platforms().values():
         platform = kind()
         if platform.presence().here:
@@ -24,3 +26,12 @@ def register() -> None:
     for name in CONNECTORS:
         if name not in KVConnectorFactory._registry:  # noqa: SLF001 - register_connector raises on a second call
             KVConnectorFactory.register_connector(name, "kvxfer.connector.connectors", name)
+
+
+def _log_as_vllm() -> None:
+    """Send kvxfer's log lines where vLLM sends its own, unless the operator has configured them."""
+    ours, theirs = logging.getLogger("kvxfer"), logging.getLogger("vllm")
+    if not ours.handlers and theirs.handlers:
+        ours.handlers = list(theirs.handlers)
+        ours.setLevel(theirs.level)
+        ours.propagate = False

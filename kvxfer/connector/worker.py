@@ -68,7 +68,13 @@ class WorkerHalf:
         layout = self._platform.describe(caches, geometry)
         settings = self.settings
         control = self._control = ControlChannel(
-            self.me, settings.control_host, 0, self, settings.timing, settings.connect_timeout
+            self.me,
+            settings.control_host,
+            0,
+            self,
+            settings.timing,
+            settings.connect_timeout,
+            cpus := self._platform.background_cpus(),
         )
         mover = self._mover = Mover(
             self.me,
@@ -85,6 +91,7 @@ class WorkerHalf:
             ),
             control.send,
             control.connect,
+            cpus,
         )
         try:
             mover.start_and_wait()

@@ -27,9 +27,10 @@ from kvxfer.protocol.ids import RankId
 from kvxfer.protocol.messages import pack, unpack
 from kvxfer.transport.dialer import Dialer
 from kvxfer.transport.sessions import Lost, Session, Sessions
+from kvxfer.transport.threads import run_on
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable
+    from collections.abc import Callable, Collection, Hashable, Iterable
 
     from kvxfer.layout.card import RankCard
     from kvxfer.protocol.peers import Timing
@@ -74,7 +75,14 @@ class ControlChannel(threading.Thread):
     """
 
     def __init__(
-        self, me: RankId, host: str, port: int, listener: Listener, timing: Timing, connect_timeout: float = 5.0
+        self,
+        me: RankId,
+        host: str,
+        port: int,
+        listener: Listener,
+        timing: Timing,
+        connect_timeout: float = 5.0,
+        cpus: Collection[int] | None = None,
     ) -> None:
         super().__init__(name=f"kvxfer-control-{me.rank}", daemon=True)
         self.me = me
@@ -85,7 +93,10 @@ class ControlChannel(threading.Thread):
         self._dialer = Dialer(self, connect_timeout)
         self._todo: queue.SimpleQueue[Callable[[float], None] | None] = queue.SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._cpus = cpus
         self._context = zmq.Context()
+        for cpu in cpus or ():
+            self._context.set(zmq.THREAD_AFFINITY_CPU_ADD, cpu)  # its I/O thread would be born pinned as well
         self._dealers: dict[zmq.Socket[bytes], EngineAddress] = {}
         self._askers: dict[EngineAddress, zmq.Socket[bytes]] = {}
         self._stopping = False
@@ -154,6 +165,7 @@ class ControlChannel(threading.Thread):
 
     def run(self) -> None:
         """Turn rounds until stopped."""
+        run_on(self._cpus)
         try:
             while not self._stopping:
                 self._round()

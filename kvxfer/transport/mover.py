@@ -29,9 +29,10 @@ from kvxfer.transport import commands as cmd
 from kvxfer.transport.agent import Status
 from kvxfer.transport.records import RecordBook
 from kvxfer.transport.steps import Steps
+from kvxfer.transport.threads import run_on
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Collection, Iterator
 
     from kvxfer.layout.blocks import CacheLayout
     from kvxfer.layout.card import RankCard
@@ -83,6 +84,7 @@ class Mover(threading.Thread):
         settings: MoverSettings,
         send: Callable[[RankId, messages.Message], None],
         connect: Callable[[cmd.EngineAddress], None],
+        cpus: Collection[int] | None = None,
     ) -> None:
         super().__init__(name=f"kvxfer-mover-{rank.rank}", daemon=True)
         self.rank = rank
@@ -104,6 +106,7 @@ class Mover(threading.Thread):
         self._make_agent = make_agent
         self._send = send
         self._connect = connect
+        self._cpus = cpus
         self._mailbox: queue.SimpleQueue[cmd.Command] = queue.SimpleQueue()
         self._ready = threading.Event()
         self._start_error: BaseException | None = None
@@ -143,6 +146,7 @@ class Mover(threading.Thread):
 
     def run(self) -> None:
         """Make the agent, then turn rounds until stopped."""
+        run_on(self._cpus)
         try:
             self._agent = self._make_agent()
             self._agent.register(self.layout.spans, self.layout.memory)
@@ -453,7 +457,7 @@ class Mover(threading.Thread):
         if record is not None:
             record.bytes += moved
             record.descriptors += len(local)
-            record.attempts, record.peer = action.attempt, peer
+            record.peer = peer
             record.times.first_post = record.times.first_post or now
             if side == "source":
                 record.tokens += action.end - action.start

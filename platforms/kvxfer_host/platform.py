@@ -12,7 +12,7 @@ from kvxfer.platform import Fence, Geometry, Platform, Presence
 from kvxfer_host.stream import LateStream
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
 FENCE_DELAY = "KVXFER_HOST_FENCE_DELAY"
 """Test mode: seconds by which the host's fences pass late (see stream.py)."""
@@ -97,6 +97,18 @@ class HostPlatform(Platform):
         """No rail is nearer to host memory than another, as far as this platform knows."""
         del device
         return None
+
+    def background_cpus(self) -> Collection[int] | None:
+        """Those of the engine core's process: vLLM pins a CPU worker's main thread to the first of its OpenMP cores.
+
+        It leaves cores free for a connector's threads (vLLM 0.29 utils/ompmultiprocessing.py:52), but only who leaves the
+        pinned core can use them. Two pairs' workers that share a core starve each other for seconds (seen on Linux 6.18: a
+        thread that spins with sched_yield, as vLLM's worker does while it waits, gives up its share far in advance).
+        """
+        try:
+            return os.sched_getaffinity(os.getppid()) | os.sched_getaffinity(0)
+        except OSError:
+            return None
 
     def fence(self) -> Fence:
         """Passed at once; in the test mode, late."""

@@ -76,13 +76,13 @@ class Rank:
         self.layout = layout_over(self.memory, block_size, num_blocks, **(changes or {}))
         self.me = RankId(engine, f"i{next(_numbers)}", 0)
         self.platform = platform or HostPlatform(fence_delay=0)
-        agent = make_agent or (lambda: TwinAgent(self.me.agent, fabric))
+        make = make_agent or (lambda name: TwinAgent(name, fabric))
         # One channel plays both: the engine's control address and the rank's.
         self.control = ControlChannel(self.me, "127.0.0.1", 0, self, timing, connect_timeout)
         self.mover = Mover(
             self.me,
             self.layout,
-            agent,
+            lambda: make(self.me.agent),
             MoverSettings(**{"mode": mode, "leg_timeout": 5.0, "drain_bound": 0.3, **settings}),
             self.control.send,
             self.control.connect,

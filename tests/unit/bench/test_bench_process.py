@@ -166,12 +166,16 @@ time.sleep(600)
 def test_nothing_is_left_when_the_owner_is_killed(tmp_path, number):
     server = [sys.executable, "-S", "-c", FAKE, "0", str(tmp_path / "pids"), "never"]
     owner = subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path / "log"), *server])
-    wait_until((tmp_path / "pids").exists)
-    pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
-    wait_until(lambda: len(alive(pids)) == 6)
-    owner.send_signal(number)
-    owner.wait()
-    wait_until(lambda: not alive(pids))
+    try:
+        wait_until((tmp_path / "pids").exists)
+        pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
+        wait_until(lambda: len(alive(pids)) == 6)
+        owner.send_signal(number)
+        owner.wait()
+        wait_until(lambda: not alive(pids))
+    finally:
+        owner.kill()
+        owner.wait()
 
 
 def test_processes_can_be_found_by_their_title_and_paused(make):

@@ -1,0 +1,85 @@
+"""A rank in a process of its own, over real NIXL, driven by lines of JSON on its standard input. Run as a module.
+
+Commands: fill, prefill, open, wait, digest, record, idle, quit. Each is answered by one line of JSON.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+
+import msgspec
+
+from kvxfer.protocol.ids import HandoffId
+from kvxfer.protocol.peers import Timing
+from kvxfer.transport import commands as cmd
+from kvxfer.transport.nixl import NixlAgent
+from tests.support.ranks import Rank
+
+
+class Driver:
+    def __init__(self, options: dict) -> None:
+        backend = options.pop("backend", "LIBFABRIC")
+        self.rank = Rank(
+            make_agent=lambda name: NixlAgent(name, backend),
+            timing=Timing(0.5, 5.0, 2.0, 0.2),
+            **options,
+        )
+
+    def fill(self, blocks, seed):
+        self.rank.fill(blocks, seed)
+
+    def prefill(self, handoff, request, blocks, tokens, chunks=1):
+        self.rank.prefill(HandoffId(handoff), request, blocks, tokens, chunks)
+
+    def open(self, handoff, request, engine, port, blocks, tokens, start=0):
+        self.rank.open(HandoffId(handoff), request, cmd.EngineAddress("127.0.0.1", port, engine), blocks, tokens, start)
+
+    def wait(self, request, timeout=30.0):
+        done = self.rank.wait(request, timeout)
+        return getattr(done, "reason", None)
+
+    def cancel(self, request):
+        self.rank.begin(cancelled=[cmd.SinkCancel(request, "cancelled by the test")])
+
+    def digest(self, blocks):
+        return hashlib.sha256(self.rank.memory[:, blocks].tobytes()).hexdigest()
+
+    def record(self, side, handoff):
+        return msgspec.to_builtins(self.rank.record(side, HandoffId(handoff)))
+
+    def idle(self, seconds):
+        """CPU seconds used while nothing happens."""
+        before = time.process_time()
+        time.sleep(seconds)
+        return time.process_time() - before
+
+    def clock(self):
+        return time.monotonic()
+
+    def port(self):
+        return self.rank.control.port
+
+
+def main() -> None:
+    out = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # NIXL prints
+    driver = Driver(json.loads(sys.argv[1]))
+    print(json.dumps({"ok": driver.port()}), file=out)
+    for line in sys.stdin:
+        call = json.loads(line)
+        verb = call.pop("do")
+        if verb == "quit":
+            break
+        try:
+            print(json.dumps({"ok": getattr(driver, verb)(**call)}), file=out)
+        except Exception as error:  # the test reads it
+            print(json.dumps({"error": f"{type(error).__name__}: {error}"}), file=out)
+    driver.rank.close()
+
+
+if __name__ == "__main__":
+    main()
