@@ -1,3 +1,4 @@
+import contextlib
 import importlib
 import io
 import json
@@ -17,6 +18,7 @@ from kvxfer.bench.client import Completion
 from kvxfer.bench.counts import Moved
 from kvxfer.bench.demo import Demo, _Progress
 from kvxfer.bench.machine import machine, versions
+from kvxfer.bench.model import Recipe
 from kvxfer.bench.process import ServerError
 
 ANSWER = Completion(token_ids=(1, 2, 3, 4, 5), text="x", seconds=0.5, ttft=0.25, tpot=0.0125)
@@ -117,7 +119,7 @@ def test_bench_has_its_commands_and_says_what_is_wrong():
 
 
 def test_versions_and_machine_are_known():
-    assert versions()["kvxfer"]
+    assert versions()["python"].startswith("3.")
     assert machine()["memory_bytes"] > 2**28
 
 
@@ -132,3 +134,97 @@ def test_the_misplacing_connector_misplaces_marked_requests_only(monkeypatch):
     ids = array("i", [7, 8, 9])
     assert half.registered_blocks("cmpl-4f1d-0-0a1b2c3d", ids) == ids
     assert half.registered_blocks(f"cmpl-{marks.MISPLACED}-4f1d-0-0a1b2c3d", ids) == array("i", [9, 8, 7])
+
+
+class FakePair:
+    """A reference and two pairs whose answers and records are made up; ``spoil`` changes what a pair does."""
+
+    def __init__(self, monkeypatch, spoil=lambda _kind, value: value):
+        self.spoil = spoil
+        self.asked = []
+        monkeypatch.setattr(demo, "build", lambda _recipe: "model")
+        monkeypatch.setattr(demo, "running", lambda *servers: contextlib.nullcontext([1.0] * len(servers)))
+        monkeypatch.setattr(demo, "make_engine", lambda _spec, _logs: self.engine("reference"))
+        monkeypatch.setattr(demo, "make_pair", self.make_pair)
+        monkeypatch.setattr(demo, "Client", lambda url: FakeClient(self, url))
+        monkeypatch.setattr(demo, "Counters", lambda *_: FakeCounters(self))
+
+    def engine(self, name):
+        spec = SimpleNamespace(name=name)
+        return SimpleNamespace(url=name, server=name, spec=spec, control_host="127.0.0.1", control_port=7)
+
+    def make_pair(self, mode, prefill, decode, _logs):
+        self.specs = {**getattr(self, "specs", {}), mode: (prefill, decode)}
+        return self.engine("prefill"), self.engine("decode"), SimpleNamespace(url="router")
+
+
+class FakeClient:
+    def __init__(self, pair, url):
+        self.pair, self.url = pair, url
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *_):
+        pass
+
+    async def complete(self, prompt, max_tokens, **more):
+        self.pair.asked.append((self.url, len(prompt), more))
+        tokens = tuple((sum(prompt) * 31 + len(prompt) * 7 + step * 11) % 1021 for step in range(max_tokens))
+        if "misplaced" in more.get("headers", {}).get("X-Request-Id", ""):
+            tokens = (*tokens[:-1], tokens[-1] + 1)
+        if self.url != "reference":
+            tokens = self.pair.spoil("tokens", tokens)
+        self.pair.last = len(prompt)
+        return Completion(token_ids=tokens, text="", seconds=0.1, ttft=0.1, tpot=0.01)
+
+
+class FakeCounters:
+    def __init__(self, pair):
+        self.pair = pair
+        block_bytes = Recipe().kv_bytes_per_token() * 32
+        bytes_for = lambda start, end: -(-(end - start) // 32) * block_bytes  # noqa: E731
+        self.layouts = (SimpleNamespace(block_bytes=block_bytes, bytes_for=bytes_for),)
+
+    def next_moved(self):
+        blocks = -(-self.pair.last // 32)
+        moved = self.pair.spoil("bytes", blocks * self.layouts[0].block_bytes)
+        return Moved(
+            "x", self.pair.last, blocks, moved, blocks, 1, (self.pair.spoil("backend", "LIBFABRIC"),), ("done",)
+        )
+
+
+def test_a_whole_run_passes_and_asks_what_it_should(tmp_path, monkeypatch):
+    pair = FakePair(monkeypatch)
+    one = new_demo(tmp_path)
+    assert one.execute() == []
+    for url in ("reference", "router"):
+        lengths = [length for asked, length, _ in pair.asked if asked == url]
+        assert [n for n in lengths if n != 8][: len(demo.PROMPTS)] == list(demo.PROMPTS)
+    report = one.report([])
+    assert {mode: (r["requests"], r["identical"]) for mode, r in report["modes"].items()} == {
+        "push": (12, 12), "pull": (12, 12),
+    }  # fmt: skip
+    assert report["start_seconds"].keys() == {"reference", "push", "pull"}
+    assert pair.specs["push"][1].connector_module == marks.MODULE
+    assert pair.specs["push"][0].connector_module == pair.specs["pull"][1].connector_module == "kvxfer.connector"
+    by_hand = [(url, more) for url, _, more in pair.asked if "headers" in more]
+    assert [url for url, _ in by_hand] == ["prefill", "decode"] * 2
+    for _, more in by_hand:
+        assert more["extra"]["kv_transfer_params"]["transfer_id"] == more["headers"]["X-Request-Id"]
+    sink = by_hand[1][1]["extra"]["kv_transfer_params"]
+    assert (sink["remote_engine_id"], sink["remote_host"], sink["remote_port"]) == ("prefill", "127.0.0.1", 7)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "text"),
+    [
+        ("tokens", lambda tokens: (*tokens[:-1], tokens[-1] + 1), "differs from the reference"),
+        ("bytes", lambda moved: moved - 1, "bytes were moved"),
+        ("backend", lambda _: "UCX", "not by LIBFABRIC"),
+    ],
+)
+def test_a_whole_run_fails_for_one_wrong_thing(tmp_path, monkeypatch, kind, change, text):
+    FakePair(monkeypatch, lambda seen, value: change(value) if seen == kind else value)
+    complaints = new_demo(tmp_path).execute()
+    assert len([one for one in complaints if text in one]) >= 24

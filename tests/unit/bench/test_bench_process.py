@@ -13,6 +13,7 @@ import pytest
 
 from kvxfer.bench import process
 from kvxfer.bench.process import Server, ServerError, command_line, cpu_seconds, free_ports, running, tree
+from kvxfer.errors import TransportError
 
 # A server like vLLM's: a child, a grandchild, one that leaves the process group, one orphaned at birth. Each writes its pid.
 FAKE = textwrap.dedent(
@@ -150,6 +151,16 @@ def test_a_failure_in_the_block_stops_everything(make):
         pids = pids_of(server)
         1 / 0  # noqa: B018
     assert alive(pids) == []
+
+
+def test_an_error_in_the_block_names_a_server_that_has_ended(make):
+    server, other = make(), make()
+    with pytest.raises(ServerError, match=r"refused; fake0 has ended; (?s:.*)all children are there"):  # noqa: SIM117
+        with running(server, other):
+            os.kill(pids_of(server)[0], signal.SIGKILL)
+            wait_until(lambda: not server.running())
+            raise TransportError("refused")
+    assert alive(pids_of(server) + pids_of(other)) == []
 
 
 OWNER = """

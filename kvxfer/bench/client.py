@@ -1,0 +1,193 @@
+"""A small client of the OpenAI completions API that keeps time and gets token ids back.
+
+Greedy by default, to ``max_tokens`` whatever the model says, with ``return_token_ids`` (vLLM 0.29 and 0.32 have it), so
+that two engines' answers can be compared number by number rather than by their text. Times are the client's own:
+
+- TTFT: from sending the request to the arrival of the first token
+- TPOT: from the first to the last token's arrival, for each token after the first
+
+Not streamed, an answer has neither: only the seconds that the whole took.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, final
+
+import aiohttp
+
+from kvxfer.bench.engines import MODEL_NAME
+from kvxfer.errors import KvxferError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping, Sequence
+
+_LINE_LIMIT = 1 << 22  # one event may carry a long prompt's token ids
+_OK = 200
+
+
+class RequestError(KvxferError):
+    """The server refused a request or broke off its answer. ``status`` is the HTTP status (200: in the stream)."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One answer. ``ttft`` and ``tpot`` in seconds, None where they cannot be told."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    seconds: float
+    ttft: float | None = None
+    tpot: float | None = None
+    finish_reason: str | None = None
+    kv_transfer_params: Mapping[str, Any] | None = None
+
+
+@dataclass(slots=True)
+class _Arrivals:
+    """What a stream has brought so far, and when."""
+
+    started: float
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    first: float | None = None
+    last: float | None = None
+    finish_reason: str | None = None
+
+    def add(self, choice: Mapping[str, Any], now: float) -> None:
+        # A chat event's token ids stand beside its delta, as a completion's stand beside its text.
+        delta = choice.get("delta")
+        self.text += (choice.get("text") if delta is None else delta.get("content")) or ""
+        self.finish_reason = choice.get("finish_reason") or self.finish_reason
+        if token_ids := choice.get("token_ids"):
+            self.token_ids += token_ids
+            self.first = now if self.first is None else self.first
+            self.last = now
+
+    def completion(self, now: float) -> Completion:
+        tpot = None
+        if self.first is not None and self.last is not None and len(self.token_ids) > 1:
+            tpot = (self.last - self.first) / (len(self.token_ids) - 1)
+        return Completion(
+            token_ids=tuple(self.token_ids),
+            text=self.text,
+            seconds=now - self.started,
+            ttft=None if self.first is None else self.first - self.started,
+            tpot=tpot,
+            finish_reason=self.finish_reason,
+        )
+
+
+@final
+class Client:
+    """A client of one server; use it in an ``async with`` block. Any number of requests may run at once."""
+
+    def __init__(self, url: str, *, model: str = MODEL_NAME, timeout: float = 120.0) -> None:
+        self._url = url.rstrip("/")
+        self._model = model
+        self._timeout = aiohttp.ClientTimeout(total=timeout)
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Client:
+        self._session = aiohttp.ClientSession(
+            timeout=self._timeout, connector=aiohttp.TCPConnector(limit=0), read_bufsize=_LINE_LIMIT
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def complete(
+        self,
+        prompt: str | Sequence[int],
+        max_tokens: int = 16,
+        *,
+        stream: bool = True,
+        extra: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Completion:
+        """Send one prompt, text or token ids, to ``/v1/completions``; ``extra`` is added to the body."""
+        body = {"prompt": prompt if isinstance(prompt, str) else list(prompt), "max_tokens": max_tokens}
+        return await self._send("/v1/completions", body, stream=stream, extra=extra, headers=headers)
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        max_tokens: int = 16,
+        *,
+        stream: bool = True,
+        extra: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Completion:
+        """Send a conversation to ``/v1/chat/completions``."""
+        body = {"messages": list(messages), "max_tokens": max_tokens}
+        return await self._send("/v1/chat/completions", body, stream=stream, extra=extra, headers=headers)
+
+    async def metrics(self) -> str:
+        """The server's ``/metrics``."""
+        assert self._session is not None, "use the client in an async with block"
+        async with self._session.get(f"{self._url}/metrics") as response:
+            return await response.text()
+
+    async def _send(
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        *,
+        stream: bool,
+        extra: Mapping[str, Any] | None,
+        headers: Mapping[str, str] | None,
+    ) -> Completion:
+        assert self._session is not None, "use the client in an async with block"
+        whole = {"model": self._model, "temperature": 0.0, "ignore_eos": True, "return_token_ids": True, **body}
+        whole |= {"stream": stream, **(extra or {})}
+        started = time.perf_counter()
+        try:
+            async with self._session.post(f"{self._url}{path}", json=whole, headers=headers) as response:
+                if response.status != _OK:
+                    raise RequestError(
+                        response.status, f"{self._url}{path}: {response.status}: {await response.text()}"
+                    )
+                if stream:
+                    return await self._streamed(response, path, started)
+                answer = await response.json()
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
+            raise RequestError(0, f"{self._url}{path}: {type(error).__name__}: {error}") from error
+        choice = answer["choices"][0]
+        text = choice["message"]["content"] if "message" in choice else choice["text"]
+        return Completion(
+            token_ids=tuple(choice.get("token_ids") or ()),
+            text=text or "",
+            seconds=time.perf_counter() - started,
+            finish_reason=choice.get("finish_reason"),
+            kv_transfer_params=answer.get("kv_transfer_params"),
+        )
+
+    async def _streamed(self, response: aiohttp.ClientResponse, path: str, started: float) -> Completion:
+        arrivals = _Arrivals(started)
+        async for event in _events(response):
+            now = time.perf_counter()
+            if event is None:
+                return arrivals.completion(now)
+            if "error" in event:
+                raise RequestError(_OK, f"{self._url}{path}: {event['error']}")
+            for choice in event.get("choices", ()):
+                arrivals.add(choice, now)
+        raise RequestError(_OK, f"{self._url}{path}: the stream ended before it was finished")
+
+
+async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any] | None]:
+    """The data of each server-sent event; None for ``[DONE]``."""
+    async for raw in response.content:
+        line = raw.strip()
+        if line.startswith(b"data:"):
+            data = line.removeprefix(b"data:").strip()
+            yield None if data == b"[DONE]" else json.loads(data)

@@ -1,0 +1,115 @@
+"""``kvxfer demo`` and ``kvxfer bench …``."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvxfer.errors import KvxferError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvxfer.bench.idle import Idle
+
+bench = typer.Typer(help="Measurements on this machine.", no_args_is_help=True)
+
+_Json = Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")]
+_Logs = Annotated[Path | None, typer.Option(help="Directory of the engines' logs (a new one below /tmp).")]
+_Python = Annotated[str, typer.Option(help="The Python whose vLLM is run; kvxfer must be installed there.")]
+
+
+def demo(*, json: _Json = None, logs: _Logs = None, python: _Python = sys.executable) -> None:
+    """Show that push and pull give the tokens of one engine alone, and that a misplaced block does not."""
+    from rich.console import Console
+
+    from kvxfer.bench.demo import Demo, write_json
+
+    console = Console()
+    run = Demo(console, logs or _new_logs(), python)
+    try:
+        complaints = run.execute()
+    except KvxferError as error:
+        complaints = [str(error)]
+    if json is not None:
+        write_json(json, run.report(complaints))
+    if complaints:
+        console.print(f"[bold red]failed[/bold red], {len(complaints)} reason(s); logs are in {run.logs}:")
+        for complaint in complaints:
+            console.print(f"- {complaint}", markup=False, highlight=False)
+        raise typer.Exit(1)
+    console.print(
+        "[bold green]passed[/bold green]: every answer is the reference's, every byte was counted, and LIBFABRIC moved it"
+    )
+
+
+@bench.command()
+def idle(
+    *,
+    json: _Json = None,
+    connectors: Annotated[str, typer.Option(help="Comma-separated, in order.")] = (
+        "none,push,pull,upstream-push,upstream-pull"
+    ),
+    seconds: Annotated[float, typer.Option(help="How long each engine is watched.", min=1.0)] = 20.0,
+    windows: Annotated[int, typer.Option(help="Windows in that time; the median counts.", min=1)] = 5,
+    logs: _Logs = None,
+    python: _Python = sys.executable,
+) -> None:
+    """Measure the processor use of an idle engine with each connector, and without one."""
+    from kvxfer.bench.demo import write_json
+    from kvxfer.bench.idle import run
+
+    def say(one: Idle) -> None:
+        parts = ", ".join(f"{name} {use:.1f}" for name, use in one.by_process.items() if use >= 0.05)  # noqa: PLR2004
+        typer.echo(f"{one.connector:>14}: {one.percent:6.1f} % of a core ({parts})")
+
+    with _failing_clearly():
+        result = run(connectors.split(","), logs or _new_logs(), python, seconds=seconds, windows=windows, say=say)
+        if json is not None:
+            write_json(json, result)
+
+
+@bench.command()
+def model(
+    *,
+    json: _Json = None,
+    trials: Annotated[int, typer.Option(help="Changed prompts for each length.", min=1)] = 24,
+    logs: _Logs = None,
+    python: _Python = sys.executable,
+) -> None:
+    """Measure how many one-token changes of a prompt change the bench model's answer."""
+    from kvxfer.bench.demo import write_json
+    from kvxfer.bench.sensitivity import run
+
+    with _failing_clearly():
+        rows = asyncio.run(run(logs or _new_logs(), trials=trials, python=python))
+    for row in rows:
+        typer.echo("  ".join(f"{name} {value}" for name, value in row.items()))
+    if json is not None:
+        write_json(json, {"sensitivity": rows})
+
+
+def register(app: typer.Typer) -> None:
+    """Add ``demo`` and ``bench`` to the command line."""
+    app.command()(demo)
+    app.add_typer(bench, name="bench")
+
+
+def _new_logs() -> Path:
+    return Path(tempfile.mkdtemp(prefix="kvxfer-logs-"))
+
+
+@contextlib.contextmanager
+def _failing_clearly() -> Iterator[None]:
+    """Turn an error of ours into its text and exit status 1."""
+    try:
+        yield
+    except KvxferError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None

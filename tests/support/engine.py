@@ -1,0 +1,284 @@
+"""An engine without a model: vLLM's real scheduler and block pool, its real runner hooks, our real connector, tagged memory.
+
+What a model would compute at a position is a function of the tokens up to it; the "forward" writes that tag into the cache
+and checks the tags of everything that it attends to, so KV that is foreign, stale or misplaced shows at the step that would
+have read it. With a late stream (``HostPlatform(fence_delay=…)``) writes and checks happen later than the hooks, in order, as
+on an accelerator. The fabric is the in-memory twin.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.engine.arg_utils import EngineArgs
+from vllm.forward_context import set_forward_context
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
+from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
+
+from kvxfer.bench.process import free_ports
+from kvxfer.connector import connectors
+from kvxfer.connector.worker import WorkerHalf
+from kvxfer.transport.twin import TwinAgent, TwinFabric
+from kvxfer_host import HostPlatform
+
+LAYERS, HEADS, DIM = 2, 1, 4
+
+
+def tag(tokens: list[int]) -> int:
+    """What the KV at the last of these positions is: a function of every token up to it."""
+    return int.from_bytes(hashlib.blake2b(np.asarray(tokens, dtype=np.int64).tobytes(), digest_size=4).digest(), "big")
+
+
+class SimEngine:
+    """One engine. ``runner`` is ``v1`` or ``v2``: whose order of hooks drives the connector."""
+
+    def __init__(
+        self,
+        name: str,
+        fabric: TwinFabric,
+        model: str,
+        *,
+        mode: str = "push",
+        runner: str = "v2",
+        num_blocks: int = 64,
+        block_size: int = 16,
+        budget: int = 64,
+        prefix_caching: bool = True,
+        platform: HostPlatform | None = None,
+        policy: str = "fail",
+        **settings: Any,
+    ) -> None:
+        self.name, self.runner, self.block_size = name, runner, block_size
+        self.platform = platform or HostPlatform(fence_delay=0)
+        (port,) = free_ports(1)
+        self.config = EngineArgs(
+            model=model,
+            dtype="float32",
+            enforce_eager=True,
+            block_size=block_size,
+            max_model_len=2048,
+            max_num_seqs=min(64, budget),
+            max_num_batched_tokens=budget,
+            enable_prefix_caching=prefix_caching,
+            kv_transfer_config={
+                "kv_connector": f"Kvxfer{mode.capitalize()}Connector",
+                "kv_connector_module_path": "kvxfer.connector",
+                "kv_role": "kv_both",
+                "engine_id": name,
+                "kv_load_failure_policy": policy,
+                "kv_connector_extra_config": {"control_port": port, "leg_timeout": 5.0, "drain_bound": 0.3, **settings},
+            },
+        ).create_engine_config()
+        self.config.cache_config.num_gpu_blocks = num_blocks
+        self.config.cache_config.block_size = block_size
+        names = [f"layers.{i}" for i in range(LAYERS)]
+        spec = FullAttentionSpec(block_size=block_size, num_kv_heads=HEADS, head_size=DIM, dtype=torch.float32)
+        self.kv_config = KVCacheConfig(
+            num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(names, spec)]
+        )
+        hasher = get_hash_fn_by_name("sha256")
+        init_none_hash(hasher)
+        self._hasher = get_request_block_hasher(block_size, hasher)
+        with set_current_vllm_config(self.config):
+            self.scheduler = Scheduler(
+                vllm_config=self.config,
+                kv_cache_config=self.kv_config,
+                structured_output_manager=StructuredOutputManager(self.config),
+                block_size=block_size,
+                hash_block_size=block_size,
+                log_stats=False,
+            )
+        # [blocks, heads, tokens, content]: the tag is repeated over a position's content
+        self.caches = {
+            layer: torch.zeros((num_blocks, HEADS, block_size, 2 * DIM), dtype=torch.float32) for layer in names
+        }
+        platform_here = self.platform
+
+        class Worker(WorkerHalf):
+            def make_agent(self) -> TwinAgent:
+                return TwinAgent(self.me.agent, fabric)
+
+        cls = getattr(connectors, f"Kvxfer{mode.capitalize()}Connector")
+        self.connector_class = type(cls.__name__, (cls,), {"worker_half": Worker})
+        with _patched(platform_here):
+            self.worker = self.connector_class(self.config, connectors.KVConnectorRole.WORKER, self.kv_config)
+            kv_transfer_state._KV_CONNECTOR_AGENT = self.worker
+            if runner == "v2":
+                self.active = ActiveKVConnector(self.config, self.caches)
+            else:
+                self.worker.register_kv_caches(self.caches)
+        self.scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): self.worker.get_handshake_metadata()})
+        self.tables: dict[str, list[int]] = {}
+        self.outputs: dict[str, list[int]] = {}
+        self._made: dict[str, list[int]] = {}  # sampled, whether or not the scheduler has taken it yet
+        self.finish_reasons: dict[str, Any] = {}
+        self.params: dict[str, Any] = {}
+        self.problems: list[str] = []
+        self.steps = 0
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    def add(self, request_id: str, tokens: list[int], params: dict[str, Any] | None, max_tokens: int = 1) -> None:
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, extra_args=None)
+        if params is not None:
+            sampling.extra_args = {"kv_transfer_params": params}
+        request = Request(request_id, tokens, sampling, None, block_hasher=self._hasher)
+        request.kv_transfer_params = params
+        self.outputs[request_id] = []
+        self._made[request_id] = []
+        self.scheduler.add_request(request)
+
+    def abort(self, request_id: str) -> None:
+        self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    @property
+    def usage(self) -> int:
+        """Blocks in use."""
+        return self.kv_config.num_blocks - 1 - self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
+    @property
+    def busy(self) -> bool:
+        return self.scheduler.has_requests()
+
+    # --- steps ------------------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """One turn of the engine core: schedule, execute, take the outputs."""
+        self.steps += 1
+        if not self.busy:
+            return
+        scheduled = self.scheduler.schedule()
+        output = self._execute(scheduled)
+        for engine_outputs in self.scheduler.update_from_output(scheduled, output).values():
+            for one in engine_outputs.outputs:
+                self.outputs[one.request_id].extend(one.new_token_ids)
+                if one.finish_reason is not None:
+                    self.finish_reasons[one.request_id] = one.finish_reason
+                    self.params[one.request_id] = one.kv_transfer_params
+
+    def _execute(self, scheduled: Any) -> ModelRunnerOutput:
+        kv_transfer_state._KV_CONNECTOR_AGENT = self.worker
+        for request_id in scheduled.finished_req_ids:
+            self.tables.pop(request_id, None)
+        if scheduled.total_num_scheduled_tokens == 0:
+            return self._no_forward(scheduled)
+        if self.runner == "v2":
+            self.active.pre_forward(scheduled)
+            output = self._forward(scheduled)
+            kv = self.active.post_forward(scheduled.finished_req_ids)
+        else:
+            with set_forward_context(None, self.config), KVConnectorModelRunnerMixin._get_kv_connector_output(scheduled) as kv:
+                output = self._forward(scheduled)
+        output.kv_connector_output = kv
+        return output
+
+    def _no_forward(self, scheduled: Any) -> ModelRunnerOutput:
+        if self.runner == "v2":
+            with set_forward_context(None, self.config):
+                return self.active.no_forward(scheduled)
+        return KVConnectorModelRunnerMixin.kv_connector_no_forward(scheduled, self.config)
+
+    def _forward(self, scheduled: Any) -> ModelRunnerOutput:
+        """Write the tags of the scheduled positions, on the stream; check, there too, the tags of all earlier ones."""
+        for new in scheduled.scheduled_new_reqs:
+            self.tables[new.req_id] = list(new.block_ids[0])
+        cached = scheduled.scheduled_cached_reqs
+        for request_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if request_id in cached.resumed_req_ids:
+                self.tables[request_id] = list(blocks[0])
+            elif blocks is not None:
+                self.tables[request_id].extend(blocks[0])
+        computed = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
+        computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        ids, sampled = [], []
+        for request_id, count in scheduled.num_scheduled_tokens.items():
+            request = self.scheduler.requests[request_id]
+            # Asynchronous scheduling computes on placeholders: what will be sampled is known here in advance.
+            tokens = list(request.prompt_token_ids) + self._made[request_id]
+            start = computed[request_id]
+            work = (request_id, list(self.tables[request_id]), tokens, start, start + count)
+            self._launch(lambda work=work: self._compute(*work))
+            ids.append(request_id)
+            if start + count >= len(tokens):
+                token = tag(tokens[: start + count]) % 1000 + 1
+                self._made[request_id].append(token)
+                sampled.append([token])
+            else:
+                sampled.append([])
+        return ModelRunnerOutput(ids, {r: i for i, r in enumerate(ids)}, sampled)
+
+    def _launch(self, work: Any) -> None:
+        if self.platform.stream is None:
+            work()
+        else:
+            self.platform.stream.launch(work)
+
+    def _compute(self, request_id: str, table: list[int], tokens: list[int], start: int, end: int) -> None:
+        bs = self.block_size
+        for position in range(start):
+            want = float(tag(tokens[: position + 1]) % (1 << 20))
+            for layer, cache in self.caches.items():
+                if not bool((cache[table[position // bs], :, position % bs] == want).all()):
+                    self.problems.append(f"{self.name} {request_id}: {layer} position {position} is not its own KV")
+        for position in range(start, end):
+            value = float(tag(tokens[: position + 1]) % (1 << 20))
+            for cache in self.caches.values():
+                cache[table[position // bs], :, position % bs] = value
+
+    def close(self) -> None:
+        self.worker.shutdown()
+        self.scheduler.connector.shutdown()
+
+
+def expected(tokens: list[int], count: int) -> list[int]:
+    """What any engine samples after this prompt."""
+    made: list[int] = []
+    for _ in range(count):
+        made.append(tag(tokens + made) % 1000 + 1)
+    return made
+
+
+class _patched:
+    """Construct a connector without torch.distributed, on a given platform instance."""
+
+    def __init__(self, platform: HostPlatform) -> None:
+        self.platform = platform
+
+    def __enter__(self) -> None:
+        from kvxfer.connector import compat, worker
+
+        self.saved = (compat.parallel_ranks, worker.platform_for, compat.geometry)
+        compat.parallel_ranks = lambda _config: (0, 0)
+        worker.platform_for = lambda _device: self.platform
+        original = compat.geometry
+
+        def geometry(vllm_config: Any, kv_cache_config: Any, layers: list[str]) -> Any:
+            return SimpleNamespace(**{
+                **{f: getattr(original(vllm_config, kv_cache_config, layers), f) for f in ("block_size", "num_blocks", "cache_dtype", "attention_backends")},
+                "kv_heads": HEADS,
+                "head_dim": DIM,
+            })
+
+        compat.geometry = geometry
+
+    def __exit__(self, *_: object) -> None:
+        from kvxfer.connector import compat, worker
+
+        compat.parallel_ranks, worker.platform_for, compat.geometry = self.saved
+
+
+__all__ = ["KVConnectorOutput", "SimEngine", "expected", "tag"]
