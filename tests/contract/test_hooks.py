@@ -160,9 +160,9 @@ def test_prefill_is_preempted_in_mid_push(engines, runner, mode, late) -> None:
     platform = HostPlatform(fence_delay=late)
     p = engines("p", fabric, mode=mode, runner=runner, num_blocks=26, budget=24, platform=platform)
     d = engines("d", fabric, mode=mode, runner=runner, num_blocks=200)
-    for i in range(4):
-        p.add(f"local{i}", prompt(15, 100 + i), None, max_tokens=90)
-    for _ in range(4):
+    for i in range(8):
+        p.add(f"local{i}", prompt(12, 100 + i), None, max_tokens=40)
+    for _ in range(6):
         p.step()
     preempted = []
     schedule = p.scheduler.schedule

@@ -1,0 +1,79 @@
+"""``kvxfer records``: an engine's handoff records, for people."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvxfer.errors import KvxferError
+
+if TYPE_CHECKING:
+    from kvxfer.transport.query import EngineReport
+    from kvxfer.transport.records import HandoffRecord
+
+
+def records(
+    address: Annotated[str, typer.Argument(help="HOST:PORT of an engine's control channel; [HOST]:PORT for IPv6.")],
+    *,
+    last: Annotated[int, typer.Option(help="How many records of each rank.", min=1)] = 20,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object a record, a line each.")] = False,
+) -> None:
+    """Show the last handoffs of a running engine: what was moved, how long each stage took, how it ended."""
+    import msgspec
+
+    from kvxfer.transport.query import fetch_records
+
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        typer.echo(f"{address!r} is not HOST:PORT", err=True)
+        raise typer.Exit(2)
+    try:
+        report = fetch_records(host.strip("[]"), int(port), last=last)
+    except KvxferError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None
+    if json:
+        for record in report.records:
+            typer.echo(msgspec.json.encode(record).decode())
+        return
+    _show(report)
+
+
+def _show(report: EngineReport) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    def span(record: HandoffRecord, start: str, end: str) -> str:
+        first, second = getattr(record.times, start), getattr(record.times, end)
+        return "" if first is None or second is None else f"{(second - first) * 1000:,.1f}"
+
+    table = Table(title=f"{report.engine}: handoffs, oldest first; times in ms")
+    for name in ("handoff", "rank", "side", "mode", "tokens", "bytes", "descriptors", "expected→registered"):
+        table.add_column(name, justify="right" if name not in ("handoff", "side", "mode") else "left")
+    for name in ("registered→first post", "first post→last byte", "expected→released", "outcome"):
+        table.add_column(name, justify="left" if name == "outcome" else "right")
+    for record in report.records:
+        outcome = (
+            record.outcome if record.outcome == "done" or not record.reason else f"{record.outcome}: {record.reason}"
+        )
+        table.add_row(
+            record.handoff,
+            str(record.rank),
+            record.side,
+            record.mode,
+            f"{record.tokens:,}",
+            f"{record.bytes:,}",
+            f"{record.descriptors:,}",
+            span(record, "expected", "registered"),
+            span(record, "registered", "first_post"),
+            span(record, "first_post", "last_byte"),
+            span(record, "expected", "released"),
+            outcome,
+        )
+    Console().print(table)
+
+
+def register(app: typer.Typer) -> None:
+    """Add ``records`` to the command line."""
+    app.command()(records)

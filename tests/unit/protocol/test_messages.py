@@ -1,0 +1,148 @@
+"""Whatever crosses the wire comes out as it went in, or as a RemoteProtocolError that says what is wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import typing
+
+import msgspec
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from kvxfer.errors import RemoteProtocolError
+from kvxfer.protocol import messages as m
+from kvxfer.protocol.ids import MAX_ID_LENGTH, HandoffId, RankId
+
+TYPES = typing.get_args(m.AnyMessage)
+ME = RankId("decode-1", "4f1d", 0)
+
+_LEAF = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text() | st.binary()
+_JSON = st.recursive(_LEAF, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3), max_leaves=8)
+_SIMPLE = {
+    str: st.text(),
+    int: st.integers(-(2**63), 2**63 - 1),
+    float: st.floats(allow_nan=False),
+    bytes: st.binary(),
+    bool: st.booleans(),
+    typing.Any: _JSON,
+}
+
+
+def values_of(kind) -> st.SearchStrategy:
+    """Make values of an annotated type, by introspection: a field added to a message is tested without being listed here."""
+    if kind in _SIMPLE:
+        return _SIMPLE[kind]
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Literal:
+        return st.sampled_from(args)
+    if origin is tuple and args[1:] == (...,):
+        return st.lists(values_of(args[0]), max_size=3).map(tuple)
+    if origin is list:
+        return st.lists(values_of(args[0]), max_size=3)
+    if origin is dict:
+        return st.dictionaries(values_of(args[0]), values_of(args[1]), max_size=3)
+    return st.builds(kind, **{field.name: values_of(field.type) for field in msgspec.structs.fields(kind)})
+
+
+MESSAGES = st.one_of([values_of(kind) for kind in TYPES])
+PACKED = st.builds(m.pack, st.just(ME), st.text(max_size=8), MESSAGES)
+
+
+@pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.__name__)
+def test_every_message_survives_the_wire(kind) -> None:
+    @settings(max_examples=25)
+    @given(values_of(kind), values_of(RankId), st.text())
+    def survives(message, sender, to) -> None:
+        envelope, got = m.unpack(m.pack(sender, to, message))
+        assert (type(got), got) == (kind, message)
+        assert (envelope.wire, envelope.sender, envelope.to) == (m.WIRE_VERSION, sender, to)
+
+    survives()
+
+
+def test_no_two_messages_share_a_tag_and_none_is_left_out_of_the_union() -> None:
+    tags = [kind.__struct_config__.tag for kind in TYPES]
+    assert len(set(tags)) == len(tags)
+    assert set(TYPES) == set(m.Message.__subclasses__())
+
+
+def opened(packed: bytes) -> None:
+    with contextlib.suppress(RemoteProtocolError):
+        m.unpack(packed)
+
+
+@given(PACKED, st.data())
+def test_a_truncated_message_is_refused(packed, data) -> None:
+    cut = data.draw(st.integers(0, len(packed) - 1))
+    with pytest.raises(RemoteProtocolError):
+        m.unpack(packed[:cut])
+
+
+@given(PACKED, st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=4))
+def test_a_damaged_message_is_read_or_refused_and_raises_nothing_else(packed, damages) -> None:
+    damaged = bytearray(packed)
+    for at, value in damages:
+        damaged[at % len(damaged)] = value
+    opened(bytes(damaged))
+
+
+@given(st.binary(max_size=200))
+@example(b"")
+@example(b"\x91" * 100_000)
+@example(b"\x81" * 3000)
+@example(b"\xdd\xff\xff\xff\xff")
+def test_any_bytes_are_refused_and_raise_nothing_else(raw) -> None:
+    with pytest.raises(RemoteProtocolError):
+        m.unpack(raw)
+    opened(msgspec.msgpack.encode([m.WIRE_VERSION, ME, "", msgspec.Raw(raw)]))
+
+
+@pytest.mark.parametrize("card", [b"\x81" * 2000, b"\x81\xa1x\x81\x80\x01", b"\x81\xa1\xff\x01", b"\xd7\xff" + b"\xff" * 8])
+def test_hostile_cards_are_refused(card) -> None:
+    """Any accepts everything that msgpack can say: deep nesting, maps as keys, text that is not UTF-8, impossible times."""
+    body = b"\x83\xa1t\xa5hello\xa4sent\xca\0\0\0\0\xa4card" + card
+    with pytest.raises(RemoteProtocolError, match="malformed message from decode-1 rank 0|not a kvxfer message"):
+        m.unpack(msgspec.msgpack.encode([m.WIRE_VERSION, ME, "", msgspec.Raw(body)]))
+
+
+@given(st.integers(-(2**63), 2**64 - 1).filter(lambda v: v != m.WIRE_VERSION), st.lists(_JSON, max_size=3), st.booleans())
+def test_another_wire_version_is_told_in_words_even_if_its_envelope_changed(version, rest, ours) -> None:
+    body = [version, ME, "", msgspec.Raw(msgspec.msgpack.encode(m.WhoIs()))] if ours else [version, *rest]
+    with pytest.raises(RemoteProtocolError, match=f"peer speaks wire version {version}, this process {m.WIRE_VERSION}: install"):
+        m.unpack(msgspec.msgpack.encode(body))
+
+
+def test_our_version_with_another_envelope_is_malformed_not_a_mismatch() -> None:
+    with pytest.raises(RemoteProtocolError, match="malformed envelope"):
+        m.unpack(msgspec.msgpack.encode([m.WIRE_VERSION, "who"]))
+
+
+def test_a_message_above_the_limit_is_neither_sent_nor_read() -> None:
+    fits = m.Register(HandoffId("x"), 1, "push", 0, 1, bytes(m.MAX_MESSAGE_BYTES - 1000), 0.0)
+    assert m.unpack(m.pack(ME, "", fits))[1] == fits
+    large = msgspec.structs.replace(fits, blocks=bytes(m.MAX_MESSAGE_BYTES))
+    with pytest.raises(ValueError, match=r"Register of 8,388,\d+ bytes is above the limit of 8,388,608"):
+        m.pack(ME, "", large)
+    with pytest.raises(RemoteProtocolError, match=r"message of 8,388,609 bytes is above the limit"):
+        m.unpack(bytes(m.MAX_MESSAGE_BYTES + 1))
+
+
+@given(values_of(m.Written))
+def test_notifications_survive_the_wire(written) -> None:
+    assert m.unpack_written(m.pack_written(written)) == written
+
+
+@given(st.binary(max_size=64) | st.builds(m.pack_written, values_of(m.Written)).map(lambda packed: packed[:-1]))
+@example(b"\x91" * 4000)
+def test_what_is_no_notification_is_refused(raw) -> None:
+    with pytest.raises(RemoteProtocolError, match="malformed notification"):
+        m.unpack_written(raw)
+
+
+def test_the_longest_id_fits_into_a_notification_and_a_longer_notification_is_refused() -> None:
+    top = 2**63 - 1
+    longest = m.Written(HandoffId("\U0010ffff" * MAX_ID_LENGTH, top, top), top, top, top, top, top)
+    assert m.unpack_written(m.pack_written(longest)) == longest
+    with pytest.raises(RemoteProtocolError, match="4,097 bytes is above the limit of 4,096"):
+        m.unpack_written(bytes(4097))

@@ -1,0 +1,579 @@
+"""The source machine by itself: every transition, every refusal, and what it posts when."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+
+from kvxfer.errors import LocalProtocolError, RemoteProtocolError
+from kvxfer.protocol import source as module
+from kvxfer.protocol.actions import PostWrite, Send, SourceFinished
+from kvxfer.protocol.ids import HandoffId, RankId
+from kvxfer.protocol.messages import Cancel, CancelAck, Expect, Failed, Grant, Register, Release, Seal
+from kvxfer.protocol.source import TRANSITIONS, Event, Source, State
+
+H = HandoffId("h")
+D = RankId("d", "i1", 0)
+D2 = RankId("d2", "i1", 0)
+SCHEDULER = RankId("d", "i2", -1)
+BLOCK = 4
+
+
+class Rig:
+    """A source that remembers the transitions it took and the actions it wanted. Its lease towards D is long."""
+
+    def __init__(self, *, leased: bool = True, **settings) -> None:
+        self.taken: list[tuple[State, Event]] = []
+        rig = self
+
+        class Recorded(Source):
+            def _step(self, one, event) -> None:
+                before = one.state
+                super()._step(one, event)
+                rig.taken.append((before, event))
+
+        self.source = Recorded(BLOCK, leg_timeout=30.0, lease=10.0, drain_bound=2.0, **settings)
+        self.now = 100.0
+        self.all: list = []
+        if leased:
+            self.do("leased", D, 1e6)
+
+    def do(self, what: str, *args, **kwargs) -> list:
+        actions = list(getattr(self.source, what)(*args, self.now, **kwargs))
+        self.all += actions
+        return actions
+
+    def wait(self, seconds: float) -> list:
+        self.now += seconds
+        return self.do("tick")
+
+    # the engine's and the sink's usual words
+
+    def start(self, tokens: int = 8, request: str = "r1") -> list:
+        return self.do("start", H, request, tokens)
+
+    def progress(self, final: int, blocks: tuple[int, ...] = (), request: str = "r1") -> list:
+        return self.do("progress", request, blocks, final)
+
+    def complete(self) -> list:
+        return self.progress(8, (5, 6))
+
+    def finish(self, request: str = "r1", **kwargs) -> list:
+        return self.do("finish", request, **kwargs)
+
+    def register(self, attempt: int = 1, mode: str = "push", start: int = 0, end: int = 8, frm: RankId = D, **kwargs) -> list:
+        blocks = array("i", range(10, 10 + -(-end // BLOCK) - start // BLOCK)).tobytes()
+        return self.do("register", frm, Register(H, attempt, mode, start, end, blocks, **{"asked": 7.0, **kwargs}))
+
+    def cancel(self, attempt: int = 1, frm: RankId = D) -> list:
+        return self.do("cancel", frm, Cancel(H, attempt, "gone"))
+
+    def release(self, frm: RankId = D) -> list:
+        return self.do("release", frm, Release(H, "enough"))
+
+    @property
+    def state(self) -> State | None:
+        return self.source.state(H)
+
+
+def posts(actions: list) -> list[tuple[int, int]]:
+    return [(a.start, a.end) for a in actions if isinstance(a, PostWrite)]
+
+
+def transfers(actions: list) -> list[int]:
+    return [a.transfer for a in actions if isinstance(a, PostWrite)]
+
+
+def sent(actions: list, kind: type | None = None) -> list:
+    return [a.message for a in actions if isinstance(a, Send) and (kind is None or isinstance(a.message, kind))]
+
+
+def finished(actions: list) -> list[str]:
+    return [a.request_id for a in actions if isinstance(a, SourceFinished)]
+
+
+# --- every transition -------------------------------------------------------------------------------------------------
+
+
+def served_without_a_leg(rig: Rig) -> None:
+    rig.do("expect", SCHEDULER, Expect(H, 1.0))
+    rig.release(SCHEDULER)
+
+
+def served_while_computing(rig: Rig) -> None:
+    rig.start()
+    rig.release(SCHEDULER)
+
+
+SCENARIOS = {
+    (State.EXPECTED, Event.START): lambda r: (r.register(), r.start()),
+    (State.EXPECTED, Event.SERVE): served_without_a_leg,
+    (State.EXPECTED, Event.EXPIRE): lambda r: (r.register(), r.wait(30.0)),
+    (State.COMPUTING, Event.COMPLETE): lambda r: (r.start(), r.complete()),
+    (State.COMPUTING, Event.PREEMPT): lambda r: (r.start(), r.progress(4, (5,)), r.do("preempt", "r1")),
+    (State.COMPUTING, Event.ABORT): lambda r: (r.start(), r.finish(aborted="stop", held=False)),
+    (State.COMPUTING, Event.SERVE): lambda r: (r.start(), r.register(), r.cancel()),
+    (State.FINAL, Event.PREEMPT): lambda r: (r.start(), r.complete(), r.do("preempt", "r1")),
+    (State.FINAL, Event.ABORT): lambda r: (r.start(), r.complete(), r.finish(held=False)),
+    (State.FINAL, Event.SERVE): lambda r: (r.start(), r.complete(), r.release()),
+    (State.FINAL, Event.EXPIRE): lambda r: (r.start(), r.complete(), r.finish(), r.wait(30.0)),
+    (State.SERVED, Event.START): lambda r: (served_without_a_leg(r), r.start()),
+    (State.SERVED, Event.COMPLETE): lambda r: (served_while_computing(r), r.complete()),
+    (State.SERVED, Event.PREEMPT): lambda r: (served_while_computing(r), r.do("preempt", "r1")),
+    (State.SERVED, Event.SERVE): lambda r: (served_without_a_leg(r), r.cancel()),
+    (State.SERVED, Event.EXPIRE): lambda r: (served_without_a_leg(r), r.wait(30.0)),
+    (State.SERVED, Event.CLOSE): lambda r: (served_while_computing(r), r.complete(), r.finish()),
+}
+
+
+@pytest.mark.parametrize(("state", "event"), [(s, e) for s, events in TRANSITIONS.items() for e in events])
+def test_every_transition_of_the_table_can_happen(state, event) -> None:
+    rig = Rig()
+    SCENARIOS[state, event](rig)
+    assert rig.taken[-1][0] is state or (state, event) in rig.taken
+    assert (state, event) in rig.taken
+    assert rig.state is TRANSITIONS[rig.taken[-1][0]][rig.taken[-1][1]]
+
+
+@pytest.mark.parametrize(("state", "event"), [(s, e) for s in State for e in Event if e not in TRANSITIONS[s]])
+def test_every_other_transition_is_a_defect_of_ours_and_says_so(state, event) -> None:
+    one = module._Handoff(H, state, 0.0)
+    with pytest.raises(LocalProtocolError, match=f"source handoff h: {event.value} while {state.value}"):
+        Source(BLOCK)._step(one, event)
+    assert one.state is state
+
+
+# --- the engine's part ------------------------------------------------------------------------------------------------
+
+
+def test_a_request_cannot_be_started_twice_nor_finished_unstarted() -> None:
+    rig = Rig()
+    rig.start()
+    with pytest.raises(LocalProtocolError, match="r1 was started twice"):
+        rig.start()
+    with pytest.raises(LocalProtocolError, match="r9 finished and was never started"):
+        rig.finish("r9")
+
+
+def test_words_about_unknown_requests_change_nothing() -> None:
+    rig = Rig()
+    assert rig.progress(4, (1,), "nobody") == []
+    assert rig.do("preempt", "nobody") == []
+
+
+def test_a_second_request_of_the_same_name_is_plain_prefill_and_gets_its_blocks_back_at_once() -> None:
+    rig = Rig()
+    rig.start()
+    rig.start(request="r2")
+    rig.progress(8, (1, 2), "r2")
+    rig.do("preempt", "r2")
+    assert rig.state is State.COMPUTING, "the second request's progress counted for the first"
+    assert finished(rig.finish("r2")) == ["r2"]
+    rig.start(request="r3")
+    assert finished(rig.finish("r3", held=False)) == []
+    rig.complete()
+    rig.register()
+    assert posts(rig.all) == [(0, 8)]
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_an_unfinished_prompt_fails_the_sink_and_names_how_far_it_came(held) -> None:
+    rig = Rig()
+    rig.start()
+    rig.register()
+    rig.progress(3, (5,))
+    actions = rig.finish(held=held)
+    (failed,) = sent(actions, Failed)
+    assert failed.reason == "prefill ended with 3 of 8 prompt tokens computed"
+    assert finished(actions) == (["r1"] if held else [])
+    assert rig.state is State.CLOSED
+
+
+def test_blocks_that_were_not_kept_are_not_read_any_more() -> None:
+    rig = Rig(leased=False)
+    rig.start()
+    rig.register()
+    rig.complete()
+    (failed,) = sent(rig.finish(held=False), Failed)
+    assert failed.reason == "the engine kept no blocks for the handoff"
+    assert posts(rig.do("leased", D, 1e6)) == []
+    assert rig.state is State.CLOSED
+
+
+def test_a_request_that_ends_under_a_write_is_closed_when_the_write_is_terminal() -> None:
+    rig = Rig()
+    rig.start()
+    rig.register()
+    (transfer,) = transfers(rig.progress(4, (5,)))
+    assert sent(rig.finish(aborted="client went away", held=True)) == []
+    assert finished(rig.all) == []
+    actions = rig.do("written", transfer)
+    assert [message.reason for message in sent(actions, Failed)] == ["client went away"]
+    assert finished(actions) == ["r1"]
+
+
+def test_progress_that_says_nothing_new_posts_nothing_but_keeps_its_blocks() -> None:
+    rig = Rig()
+    rig.start()
+    rig.register()
+    rig.progress(4, (5,))
+    assert rig.progress(4, (6,)) == []
+    (write,) = [a for a in rig.progress(8) if isinstance(a, PostWrite)]
+    assert list(array("i", write.source_blocks)) == [5, 6]
+
+
+def test_positions_beyond_the_prompt_are_not_the_handoffs() -> None:
+    rig = Rig()
+    rig.start(tokens=6)
+    rig.register(end=6)
+    assert posts(rig.progress(9, (5, 6, 7))) == [(0, 6)]
+
+
+# --- posting ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_whole_blocks_are_posted_as_they_become_final(stream) -> None:
+    rig = Rig(stream=stream)
+    rig.start(tokens=10)
+    rig.register(end=10)
+    got = [posts(rig.progress(3, (5,))), posts(rig.progress(6, (6,))), posts(rig.progress(10, (7,)))]
+    assert got == ([[], [(0, 4)], [(4, 10)]] if stream else [[], [], [(0, 10)]])
+
+
+def test_a_write_names_blocks_positions_attempt_and_generation() -> None:
+    rig = Rig()
+    rig.start()
+    rig.do("preempt", "r1")
+    rig.register(attempt=3, start=5)
+    (write,) = [a for a in rig.complete() if isinstance(a, PostWrite)]
+    assert (write.to, write.handoff, write.attempt, write.generation) == (D, H, 3, 1)
+    assert (write.start, write.end, write.source_first, write.sink_first) == (5, 8, 0, 4)
+    assert list(array("i", write.source_blocks)) == [5, 6]
+    assert list(array("i", write.sink_blocks)) == [10]
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_nothing_is_posted_without_a_lease_and_everything_as_soon_as_there_is_one(early) -> None:
+    rig = Rig(leased=False)
+    if early:
+        rig.do("leased", D, rig.now)  # over already
+    rig.do("leased", D2, 1e6)  # another's
+    rig.start()
+    rig.register()
+    assert posts(rig.complete()) == []
+    assert posts(rig.do("leased", D, rig.now + 1.0)) == [(0, 8)]
+
+
+def test_a_lease_that_ended_stops_posting_until_it_is_renewed_and_cannot_be_shortened() -> None:
+    rig = Rig(leased=False)
+    rig.do("leased", D, rig.now + 5.0)
+    rig.do("leased", D, rig.now + 1.0)
+    rig.start()
+    rig.register()
+    rig.now += 4.9
+    assert posts(rig.progress(4, (5,))) == [(0, 4)]
+    rig.now += 0.1
+    assert posts(rig.progress(8, (6,))) == []
+    assert posts(rig.do("leased", D, rig.now + 1.0)) == [(4, 8)]
+
+
+def test_nothing_is_posted_twice() -> None:
+    rig = Rig()
+    rig.start()
+    rig.register()
+    rig.complete()
+    rig.finish()
+    again = rig.register() + rig.do("leased", D, 2e6) + rig.wait(1.0) + rig.do("expect", SCHEDULER, Expect(H, 1.0))
+    assert posts(again) == []
+
+
+def test_a_preempted_position_is_not_posted_again_while_an_older_write_to_it_flies() -> None:
+    rig = Rig()
+    rig.start()
+    rig.register()
+    (old,) = transfers(rig.progress(4, (5,)))
+    rig.do("preempt", "r1")
+    assert posts(rig.complete()) == [], "two writes to one position at a time: the fabric keeps no order"
+    actions = rig.do("written", old)
+    assert posts(actions) == [(0, 8)]
+    assert [a.generation for a in actions if isinstance(a, PostWrite)] == [1]
+
+
+def test_a_write_of_a_revoked_generation_is_never_sealed() -> None:
+    rig = Rig()
+    rig.start()
+    rig.register()
+    (old,) = transfers(rig.complete())
+    rig.do("preempt", "r1")
+    rig.progress(8, (7, 8))
+    actions = rig.do("written", old)
+    assert sent(actions, Seal) == []
+    (new,) = transfers(actions)
+    assert sent(rig.do("written", new), Seal) == [Seal(H, 1, 1, 8)]
+
+
+def test_sealed_only_when_every_write_is_terminal_and_finished_only_when_the_engine_is() -> None:
+    rig = Rig()
+    rig.start()
+    rig.register()
+    (first,) = transfers(rig.progress(4, (5,)))
+    (second,) = transfers(rig.progress(8, (6,)))
+    assert sent(rig.do("written", second), Seal) == []
+    assert sent(rig.do("written", first), Seal) == [Seal(H, 1, 0, 8)]
+    assert finished(rig.all) == []
+    assert finished(rig.finish()) == ["r1"]
+    assert len(rig.source) == 0
+    assert not rig.source.serving()
+
+
+# --- registrations ----------------------------------------------------------------------------------------------------
+
+
+def test_a_sink_that_wants_more_than_the_prompt_is_refused_with_both_numbers() -> None:
+    for order in ("start first", "register first"):
+        rig = Rig()
+        actions = rig.start() + rig.register(end=12) if order == "start first" else rig.register(end=12) + rig.start()
+        (failed,) = sent(actions, Failed)
+        assert "decode wants positions up to 12, prefill's prompt has 8 tokens" in failed.reason
+        assert finished(rig.complete() + rig.finish()) == ["r1"]
+
+
+def test_a_second_sink_is_refused_and_the_first_is_served() -> None:
+    rig = Rig()
+    rig.do("leased", D2, 1e6)
+    rig.start()
+    rig.register()
+    (failed,) = sent(rig.register(frm=D2), Failed)
+    assert failed.reason == "d rank 0 has registered attempt 1 of it"
+    assert [a.to for a in rig.complete() if isinstance(a, PostWrite)] == [D]
+
+
+@pytest.mark.parametrize("attempt", [1, 3])
+def test_another_attempt_of_the_same_sink_is_refused_while_one_has_not_ended(attempt) -> None:
+    rig = Rig()
+    rig.start()
+    rig.register(attempt=2)
+    (failed,) = sent(rig.register(attempt=attempt), Failed)
+    assert failed.attempt == attempt
+    assert "attempt 2" in failed.reason
+
+
+def test_registering_what_was_given_up_says_why_it_was() -> None:
+    rig = Rig()
+    served_while_computing(rig)
+    (failed,) = sent(rig.register(), Failed)
+    assert failed.reason == "enough"
+
+
+def test_registering_after_the_end_is_answered_and_starts_nothing() -> None:
+    rig = Rig()
+    rig.start()
+    rig.complete()
+    rig.finish()
+    rig.wait(30.0)
+    (failed,) = sent(rig.register(), Failed)
+    assert failed.reason == "the handoff is over: no decode request came for 30 s"
+    assert rig.do("expect", SCHEDULER, Expect(H, 9.0)) == rig.release() == []
+    assert len(rig.source) == 0
+
+
+def test_what_ended_is_forgotten_in_time_and_may_be_started_again() -> None:
+    rig = Rig(memory=1)
+    rig.start()
+    rig.finish()
+    rig.do("start", HandoffId("other"), "r2", 8)
+    rig.finish("r2")
+    assert rig.source.state(HandoffId("other")) is State.CLOSED
+    assert rig.state is None
+    rig.do("start", HandoffId("other"), "r3", 8)
+    assert rig.source.state(HandoffId("other")) is State.COMPUTING
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"start": -4}, r"positions \[-4, 8\)"),
+        ({"start": 8, "end": 4}, r"positions \[8, 4\)"),
+        ({"mode": "pushh"}, "mode 'pushh'"),
+    ],
+)
+def test_a_registration_without_meaning_is_the_peers_defect_and_changes_nothing(changes, text) -> None:
+    rig = Rig()
+    rig.start()
+    with pytest.raises(RemoteProtocolError, match=text):
+        rig.do("register", D, Register(H, 1, **{"mode": "push", "start": 0, "end": 8, **changes}, blocks=b"", asked=1.0))
+    assert finished(rig.complete() + rig.finish() + rig.wait(30.0)) == ["r1"]
+
+
+# --- cancel, release, loss --------------------------------------------------------------------------------------------
+
+
+def test_a_cancel_is_acknowledged_when_nothing_flies_and_nothing_is_posted_after_it() -> None:
+    rig = Rig()
+    rig.start()
+    rig.register()
+    (transfer,) = transfers(rig.progress(4, (5,)))
+    assert sent(rig.cancel()) == []
+    assert posts(rig.progress(8, (6,))) == []
+    assert sent(rig.do("written", transfer)) == [CancelAck(H, 1)]
+    assert sent(rig.cancel()) == [CancelAck(H, 1)], "a doubled cancel is answered as well"
+    assert finished(rig.finish()) == ["r1"]
+    assert sent(rig.cancel()) == [CancelAck(H, 1)], "even after the end"
+
+
+def test_a_cancel_that_overtakes_the_failure_it_crosses_is_the_one_that_is_answered() -> None:
+    rig = Rig()
+    rig.start()
+    rig.register()
+    (transfer,) = transfers(rig.progress(4, (5,)))
+    rig.finish(aborted="stop")
+    rig.cancel()
+    assert sent(rig.do("written", transfer)) == [CancelAck(H, 1)]
+
+
+def test_cancelling_what_was_never_registered_frees_the_source() -> None:
+    rig = Rig()
+    rig.start()
+    rig.complete()
+    rig.finish()
+    actions = rig.cancel()
+    assert sent(actions) == [CancelAck(H, 1)]
+    assert finished(actions) == ["r1"]
+
+
+def test_a_strangers_cancel_is_acknowledged_and_stops_nobody() -> None:
+    rig = Rig()
+    rig.start()
+    rig.register()
+    assert sent(rig.cancel(frm=D2)) == [CancelAck(H, 1)]
+    assert posts(rig.complete()) == [(0, 8)]
+
+
+def test_a_strangers_release_does_not_take_a_registered_sinks_data_away() -> None:
+    """Two decode requests with one id: the one that is rejected while it queues says Release, the other is registered."""
+    rig = Rig()
+    rig.start()
+    rig.register()
+    rig.release(SCHEDULER)
+    (transfer,) = transfers(rig.complete())
+    assert sent(rig.do("written", transfer), Seal)
+
+
+@pytest.mark.parametrize("other_ends", ["before", "after"])
+def test_a_failed_write_is_told_when_nothing_of_it_can_land_any_more(other_ends) -> None:
+    rig = Rig()
+    rig.start()
+    rig.register()
+    first, second = *transfers(rig.progress(4, (5,))), *transfers(rig.progress(8, (6,)))
+    rig.finish()
+    assert sent(rig.do("write_failed", first, "torn")) == []
+    if other_ends == "before":
+        assert sent(rig.wait(1.0) + rig.do("written", second)) == []
+        assert sent(rig.wait(0.9)) == []
+        actions = rig.wait(0.1)
+    else:
+        assert sent(rig.wait(5.0)) == [], "another write still flies"
+        actions = rig.do("written", second)
+    assert [message.reason for message in sent(actions, Failed)] == ["a write failed: torn"]
+    assert finished(actions) == ["r1"]
+    assert rig.wait(100.0) == []
+
+
+def test_a_write_that_fails_after_a_cancel_delays_its_acknowledgement() -> None:
+    rig = Rig()
+    rig.start()
+    rig.register()
+    (transfer,) = transfers(rig.complete())
+    rig.cancel()
+    assert sent(rig.do("write_failed", transfer, "torn")) == []
+    assert sent(rig.wait(1.9)) == []
+    assert sent(rig.wait(0.1)) == [CancelAck(H, 1)]
+
+
+def test_a_lost_sink_is_not_written_to_any_more_and_the_blocks_come_back_after_the_last_write() -> None:
+    rig = Rig()
+    rig.start()
+    rig.register()
+    (transfer,) = transfers(rig.progress(4, (5,)))
+    assert sent(rig.do("peer_lost", D, "silent")) == []
+    assert posts(rig.progress(8, (6,)) + rig.do("leased", D, 2e6)) == []
+    assert finished(rig.finish()) == []
+    assert finished(rig.do("written", transfer)) == ["r1"]
+    assert rig.do("peer_lost", D, "again") == []
+
+
+def test_a_sink_that_is_lost_twice_is_lost() -> None:
+    rig = Rig()
+    rig.start()
+    rig.register()
+    rig.complete()
+    rig.do("peer_lost", D, "silent")
+    assert rig.do("peer_lost", D, "silent") == []
+
+
+# --- deadlines --------------------------------------------------------------------------------------------------------
+
+
+def test_an_expected_handoff_ends_when_its_time_is_over_unless_it_is_renewed() -> None:
+    rig = Rig()
+    rig.do("expect", SCHEDULER, Expect(H, 1.0))
+    rig.wait(20.0)
+    rig.do("expect", SCHEDULER, Expect(H, 30.0))
+    rig.wait(29.9)
+    assert rig.state is State.EXPECTED
+    rig.wait(0.1)
+    assert rig.state is State.CLOSED
+
+
+def test_a_registration_whose_prefill_never_comes_is_failed_with_the_time() -> None:
+    rig = Rig()
+    rig.register()
+    (failed,) = sent(rig.wait(30.0), Failed)
+    assert failed.reason == "no prefill request with this id came for 30 s"
+
+
+def test_a_prefill_whose_decode_never_comes_ends_but_not_before_the_engine_is_done() -> None:
+    rig = Rig()
+    rig.start()
+    rig.complete()
+    assert rig.wait(1000.0) == []
+    rig.finish()
+    assert finished(rig.wait(29.9)) == []
+    assert finished(rig.wait(0.1)) == ["r1"]
+
+
+# --- pull -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_pull_is_granted_once_the_engine_is_done_and_again_when_asked_again() -> None:
+    rig = Rig(leased=False)
+    rig.register(mode="pull", asked=50.0)
+    rig.start()
+    assert sent(rig.complete()) == [], "a preemption could still take the blocks"
+    grant = Grant(H, 1, 0, 8, array("i", [5, 6]).tobytes(), 50.0, 10.0)
+    assert sent(rig.finish()) == [grant]
+    assert rig.source.serving()
+    assert sent(rig.wait(1.0)) == []
+    assert [(g.asked, g.lease) for g in sent(rig.register(mode="pull", asked=60.0), Grant)] == [(60.0, 10.0)]
+    assert [g.asked for g in sent(rig.register(mode="pull", asked=55.0), Grant)] == [60.0], "overtaken"
+    actions = rig.release()
+    assert finished(actions) == ["r1"]
+    assert not rig.source.serving()
+
+
+def test_a_pull_lease_that_is_not_renewed_frees_the_blocks_and_a_late_renewal_is_refused() -> None:
+    rig = Rig()
+    rig.start()
+    rig.complete()
+    rig.finish()
+    rig.register(mode="pull")
+    rig.wait(9.9)
+    rig.register(mode="pull")
+    assert finished(rig.wait(9.9)) == []
+    actions = rig.wait(0.1)
+    assert finished(actions) == ["r1"]
+    assert sent(actions) == []
+    (failed,) = sent(rig.register(mode="pull"), Failed)
+    assert failed.reason == "the handoff is over: the pull's lease ended and was not renewed"
