@@ -16,15 +16,15 @@ from array import array
 from typing import TYPE_CHECKING, Any
 
 from kvxfer.connector import compat
-from kvxfer.errors import ConfigError, KvxferError
+from kvxfer.errors import ConfigError
 from kvxfer.layout.card import RankCard
 from kvxfer.platform import platform_for
 from kvxfer.protocol.actions import SourceFinished
-from kvxfer.protocol.messages import AnyMessage, RankAddress, Report
+from kvxfer.protocol.messages import RankAddress
 from kvxfer.transport import commands as cmd
-from kvxfer.transport.control import ControlChannel
-from kvxfer.transport.mover import Mover, MoverSettings
+from kvxfer.transport.mover import MoverSettings
 from kvxfer.transport.nixl import NixlAgent
+from kvxfer.transport.rank import RankThreads
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from kvxfer.platform import Platform
     from kvxfer.protocol.ids import RankId
     from kvxfer.transport.agent import Agent
-    from kvxfer.transport.dialer import Outcome
 
 logger = logging.getLogger("kvxfer.worker")
 
@@ -48,9 +47,8 @@ class WorkerHalf:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._platform: Platform
-        self._mover: Mover | None = None
-        self._control: ControlChannel | None = None
-        self._card: RankCard | None = None
+        self._threads: RankThreads | None = None
+        self._address: RankAddress | None = None
         self._computing = False
         self._opened: dict[str, bytes] = {}
         self._cancelled: set[str] = set()
@@ -67,16 +65,7 @@ class WorkerHalf:
         geometry = compat.geometry(self._vllm_config, self._kv_cache_config, list(caches))
         layout = self._platform.describe(caches, geometry)
         settings = self.settings
-        control = self._control = ControlChannel(
-            self.me,
-            settings.control_host,
-            0,
-            self,
-            settings.timing,
-            settings.connect_timeout,
-            cpus := self._platform.background_cpus(),
-        )
-        mover = self._mover = Mover(
+        threads = self._threads = RankThreads(
             self.me,
             layout,
             self.make_agent,
@@ -89,32 +78,28 @@ class WorkerHalf:
                 poll=settings.poll_interval,
                 records=settings.record_capacity,
             ),
-            control.send,
-            control.connect,
-            cpus,
+            settings.timing,
+            host=settings.control_host,
+            connect_timeout=settings.connect_timeout,
+            cpus=self._platform.background_cpus(),
         )
-        try:
-            mover.start_and_wait()
-        except KvxferError:
-            control.stop()
-            raise
         tp_rank, pp_rank = compat.parallel_ranks(self._vllm_config)
         parallel, model = self._vllm_config.parallel_config, self._vllm_config.model_config
-        self._card = RankCard(
-            engine=self.me.engine,
-            model=settings.model_id or model.model,
-            tp_rank=tp_rank,
-            tp_size=parallel.tensor_parallel_size,
-            pp_rank=pp_rank,
-            pp_size=parallel.pipeline_parallel_size,
-            backend=settings.backend,
-            layout=layout,
-            agent=mover.agent_metadata,
+        threads.start(
+            lambda agent: RankCard(
+                engine=self.me.engine,
+                model=settings.model_id or model.model,
+                tp_rank=tp_rank,
+                tp_size=parallel.tensor_parallel_size,
+                pp_rank=pp_rank,
+                pp_size=parallel.pipeline_parallel_size,
+                backend=settings.backend,
+                layout=layout,
+                agent=agent,
+            )
         )
-        control.present(self._card)
-        control.start()
         self._address = RankAddress(
-            self.me.rank, self.me.incarnation, tp_rank, pp_rank, settings.advertise_host, control.port
+            self.me.rank, self.me.incarnation, tp_rank, pp_rank, settings.advertise_host, threads.control.port
         )
         logger.info(
             "%s: %d blocks of %s bytes in %d regions of %s memory, registered with NIXL %s",
@@ -127,40 +112,38 @@ class WorkerHalf:
 
     def address(self) -> RankAddress | None:
         """Return where this rank listens; None before it does."""
-        return None if self._card is None else self._address
+        return self._address
 
     def shutdown(self) -> None:
         """Stop both threads."""
-        if self._mover is not None:
-            self._mover.stop()
-        if self._control is not None:
-            self._control.stop()
+        if self._threads is not None:
+            self._threads.stop()
 
     # --- each step, on the engine's thread --------------------------------------------------------------------------
 
     def begin_step(self, step: cmd.Step) -> None:
         """Hand a step's changes over, behind a fence for everything launched before it."""
-        if not step or self._mover is None:
+        if not step or self._threads is None:
             return
         for opened in step.opened:
             self._opened[opened.request_id] = opened.blocks
         for cancel in step.cancelled:
             self._cancelled.add(cancel.request_id)
-        self._mover.post(cmd.StepBegin(step, self._platform.fence()))
+        self._threads.mover.post(cmd.StepBegin(step, self._platform.fence()))
         self._computing = bool(step.progress)
 
     def end_step(self) -> None:
         """Record the fence behind what this step computed. Costs nothing on a step that computes for nobody else."""
-        if self._computing and self._mover is not None:
+        if self._computing and self._threads is not None:
             self._computing = False
-            self._mover.post(cmd.StepEnd(self._platform.fence()))
+            self._threads.mover.post(cmd.StepEnd(self._platform.fence()))
 
     def take_finished(self) -> tuple[set[str] | None, set[str] | None]:
         """Return the ids of (sources, sinks) whose blocks are the engine's again, each exactly once."""
-        if self._mover is None or not self._mover.results:
+        results = None if self._threads is None else self._threads.mover.results
+        if not results:
             return None, None
         sent, received = set(), set()
-        results = self._mover.results
         while results:
             done = results.popleft()
             if isinstance(done, SourceFinished):
@@ -181,45 +164,3 @@ class WorkerHalf:
         """Return the blocks whose load failed, for requests that ``take_finished`` has just returned."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
-
-    # --- the control channel's listener: everything goes to the mover -----------------------------------------------
-
-    def on_message(self, frm: RankId, message: AnyMessage) -> None:
-        """Hand a peer's message to the mover."""
-        self._post(cmd.Inbound(frm, message))
-
-    def on_up(self, rank: RankId, card: RankCard | None) -> None:
-        """Tell the mover of a peer's memory."""
-        if card is not None:
-            self._post(cmd.PeerUp(rank, card))
-
-    def on_lost(self, rank: RankId, reason: str, granted_until: float) -> None:
-        """Tell the mover that a peer is lost."""
-        self._post(cmd.PeerLost(rank, reason, granted_until))
-
-    def on_lease(self, rank: RankId, until: float) -> None:
-        """Tell the mover until when it may post."""
-        self._post(cmd.Leased(rank, until))
-
-    def on_outcome(self, outcome: Outcome) -> None:
-        """Tell the mover how a call ended."""
-        if outcome.reason is None:
-            self._post(cmd.Connected(outcome.address, outcome.ranks))
-        else:
-            self._post(cmd.Unreachable(outcome.address, outcome.reason))
-
-    def on_round(self, now: float) -> None:
-        """Nothing is due here."""
-
-    def on_report(self, last: int) -> Report:
-        """Answer with the records."""
-        import msgspec
-
-        assert self._mover is not None
-        assert self._card is not None
-        records = [msgspec.to_builtins(record) for record in self._mover.records.last(last)]
-        return Report(self.me.rank, self._card.to_builtins(), dict(self._mover.counters), records)
-
-    def _post(self, command: cmd.Command) -> None:
-        assert self._mover is not None
-        self._mover.post(command)

@@ -15,6 +15,9 @@ can write into them any more:
 
 Before the registration has been sent, nothing can write, so a handoff in ``opening`` ends at once. In pull nobody writes
 but this rank itself, so a handoff ends when its own reads are terminal.
+
+What this rank waits to have answered it says again every ``renew_after`` seconds: a connection that broke and was made anew
+within the peer's time-out has lost what was under way, and no session has ended by it. Sources answer doubled words alike.
 """
 
 from __future__ import annotations
@@ -51,7 +54,7 @@ class Event(Enum):
 
     CONNECT = "connect"  # all source ranks are connected: the registration leaves
     READ = "read"  # pull: granted, the read is posted
-    RENEW = "renew"  # pull: the grant is too old; asked again
+    RENEW = "renew"  # not answered, or (pull) the grant is too old or grows old; said again
     COMPLETE = "complete"  # received
     FAIL = "fail"  # failed, and nothing is in flight
     CANCEL = "cancel"  # the engine aborted the request, or a source rank failed while others may still write
@@ -81,6 +84,7 @@ TRANSITIONS: dict[State, dict[Event, State]] = {
         Event.LOSE: State.FENCING,
     },
     State.CANCELLING: {
+        Event.RENEW: State.CANCELLING,
         Event.FAIL: State.CLOSED,
         Event.CANCEL: State.CANCELLING,
         Event.LOSE: State.FENCING,
@@ -136,7 +140,7 @@ class Sink:
     lease_margin
         Seconds taken off a pull's lease: a read must have completed that long before its end.
     renew_after
-        Seconds after which a pull that still reads asks again.
+        Seconds after which a registration or a cancel that has not been answered is said again, and a read's lease renewed.
     """
 
     def __init__(
@@ -223,8 +227,8 @@ class Sink:
     def failed(self, frm: RankId, message: Failed) -> Iterator[Action]:
         """Handle Failed: that rank will not deliver, and nothing of the attempt is in flight from it."""
         one, part = self._part(message.handoff, message.attempt, frm.agent)
-        if one is None or part is None:
-            return
+        if one is None or part is None or part.sealed is not None:
+            return  # after a seal it only answers a registration that was said again
         part.quiet = True
         yield from self._cancel(one, message.reason)
 
@@ -301,7 +305,7 @@ class Sink:
         yield Note("sink", one.id, "fencing", one.reason)
 
     def tick(self, now: float) -> Iterator[Action]:
-        """Pass fences whose time has come, and renew the leases of pulls that still read."""
+        """Pass fences whose time has come, renew the leases of pulls, and say again what was not answered."""
         for one in list(self._handoffs.values()):
             if one.state is State.FENCING and one.fence_at <= now:
                 self._step(one, Event.FENCE)
@@ -312,7 +316,11 @@ class Sink:
                 yield from self._lost_notification(one)
             elif self._renewable(one) and now - one.asked >= self.renew_after:
                 self._step(one, Event.RENEW)
-                yield from self._register(one, now)
+                if one.state is State.CANCELLING:
+                    one.asked = now
+                    yield from self._send_cancel(one)
+                else:
+                    yield from self._register(one, now)
 
     # --- what the driver asks ---------------------------------------------------------------------------------------
 
@@ -354,8 +362,9 @@ class Sink:
 
     def _register(self, one: _Handoff, now: float) -> Iterator[Action]:
         one.asked = now
-        for rank in one.parts:
-            yield Send(rank, Register(one.id, one.attempt, one.mode, one.start, one.end, one.blocks, now))
+        for rank, part in one.parts.items():
+            if not part.quiet:
+                yield Send(rank, Register(one.id, one.attempt, one.mode, one.start, one.end, one.blocks, now))
 
     def _check(self, one: _Handoff) -> Iterator[Action]:
         """Receive the handoff if every rank's sealed generation covers the span."""
@@ -369,7 +378,7 @@ class Sink:
 
     @staticmethod
     def _renewable(one: _Handoff) -> bool:
-        return one.mode == "pull" and one.state in (State.REGISTERED, State.READING)
+        return one.state in (State.REGISTERED, State.READING) or (one.state is State.CANCELLING and one.mode == "push")
 
     def _lost_notification(self, one: _Handoff) -> Iterator[Action]:
         """Every rank that sealed has nothing in flight, and yet positions are missing: they will not come."""
@@ -395,10 +404,14 @@ class Sink:
         already = one.state is not State.REGISTERED
         self._step(one, Event.CANCEL)
         if one.mode == "push" and not already:
-            for rank, part in one.parts.items():
-                if not part.quiet:
-                    yield Send(rank, Cancel(one.id, one.attempt, one.reason))
+            yield from self._send_cancel(one)
         yield from self._check_quiet(one)
+
+    @staticmethod
+    def _send_cancel(one: _Handoff) -> Iterator[Action]:
+        for rank, part in one.parts.items():
+            if not part.quiet:
+                yield Send(rank, Cancel(one.id, one.attempt, one.reason or "cancelled"))
 
     def _check_quiet(self, one: _Handoff) -> Iterator[Action]:
         """End a cancelled push once every source rank has said that nothing is in flight."""

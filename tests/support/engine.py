@@ -181,7 +181,10 @@ class SimEngine:
             output = self._forward(scheduled)
             kv = self.active.post_forward(scheduled.finished_req_ids)
         else:
-            with set_forward_context(None, self.config), KVConnectorModelRunnerMixin._get_kv_connector_output(scheduled) as kv:
+            with (
+                set_forward_context(None, self.config),
+                KVConnectorModelRunnerMixin._get_kv_connector_output(scheduled) as kv,
+            ):
                 output = self._forward(scheduled)
         output.kv_connector_output = kv
         return output
@@ -267,11 +270,16 @@ class _patched:
         original = compat.geometry
 
         def geometry(vllm_config: Any, kv_cache_config: Any, layers: list[str]) -> Any:
-            return SimpleNamespace(**{
-                **{f: getattr(original(vllm_config, kv_cache_config, layers), f) for f in ("block_size", "num_blocks", "cache_dtype", "attention_backends")},
-                "kv_heads": HEADS,
-                "head_dim": DIM,
-            })
+            return SimpleNamespace(
+                **{
+                    **{
+                        f: getattr(original(vllm_config, kv_cache_config, layers), f)
+                        for f in ("block_size", "num_blocks", "cache_dtype", "attention_backends")
+                    },
+                    "kv_heads": HEADS,
+                    "head_dim": DIM,
+                }
+            )
 
         compat.geometry = geometry
 

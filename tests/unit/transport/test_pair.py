@@ -229,8 +229,8 @@ def test_a_failing_transfer_fails_the_handoff_on_both_sides(ranks) -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"model": "other"}, "model differs: d has other, p has m"),
-        ({"changes": {"dtype": "bfloat16"}}, "cache dtype differs: d has bfloat16, p has float32"),
+        ({"model": "other"}, "model differs: d has other, p has lone"),
+        ({"changes": {"dtype": "bfloat16"}}, "cache dtype differs: d has bfloat16, p has uint8"),
         ({"block_size": 8}, "block size differs: d has 8, p has 4"),
         ({"changes": {"interior": "amx"}}, "block interior differs"),
     ],

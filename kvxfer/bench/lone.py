@@ -1,0 +1,165 @@
+"""A rank without an engine: real memory, the real mover, the real control channel; the fabric is the twin or NIXL itself.
+
+``LoneRank`` is one worker process's part of kvxfer together with the address under which an engine would be found. Its caller
+plays the engine: fills blocks, begins and ends steps, takes results. Measurements and tests are built on it.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from array import array
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from kvxfer.errors import TransportError
+from kvxfer.layout.blocks import CacheLayout, Region
+from kvxfer.layout.card import RankCard
+from kvxfer.protocol.ids import HandoffId, RankId
+from kvxfer.protocol.messages import Directory, RankAddress
+from kvxfer.protocol.peers import Timing
+from kvxfer.transport import commands as cmd
+from kvxfer.transport.mover import MoverSettings
+from kvxfer.transport.rank import RankThreads
+from kvxfer_host import HostPlatform
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvxfer.protocol.actions import SinkFinished, SourceFinished
+    from kvxfer.transport.agent import Agent
+    from kvxfer.transport.records import HandoffRecord
+
+
+def layer_major(memory: np.ndarray[Any, np.dtype[np.uint8]], block_size: int, **changes: Any) -> CacheLayout:
+    """Describe an array of bytes [layers, blocks, bytes of a block] as a cache; ``changes`` override fields."""
+    layers, num_blocks, block_bytes = memory.shape
+    base, stride = memory.ctypes.data, num_blocks * block_bytes
+    layout = CacheLayout(
+        block_size=block_size,
+        num_blocks=num_blocks,
+        dtype="uint8",
+        layers=layers,
+        kv_heads=1,
+        head_dim=block_bytes // block_size,
+        interior="lone",
+        memory="DRAM",
+        regions=tuple(Region(f"layer{i}", base + i * stride, block_bytes, block_bytes, 0) for i in range(layers)),
+        spans=((base, memory.nbytes, 0),),
+    )
+    return msgspec.structs.replace(layout, **changes)
+
+
+class LoneRank:
+    """One engine of a single rank.
+
+    ``make_agent`` gets the agent's name. ``changes`` override the layout that peers are told; ``settings`` the mover's.
+    """
+
+    def __init__(
+        self,
+        engine: str,
+        make_agent: Callable[[str], Agent],
+        *,
+        mode: str = "push",
+        layers: int = 3,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        block_bytes: int = 256,
+        platform: HostPlatform | None = None,
+        timing: Timing | None = None,
+        model: str = "lone",
+        backend: str = "LIBFABRIC",
+        changes: dict[str, Any] | None = None,
+        connect_timeout: float = 5.0,
+        **settings: Any,
+    ) -> None:
+        self.block_size = block_size
+        self.memory = np.zeros((layers, num_blocks, block_bytes), dtype=np.uint8)
+        self.layout = layer_major(self.memory, block_size, **(changes or {}))
+        self.me = RankId(engine, secrets.token_hex(4), 0)
+        self.platform = platform or HostPlatform(fence_delay=0)
+        # One channel plays both parts: the engine's control address and the rank's.
+        self.threads = RankThreads(
+            self.me,
+            self.layout,
+            lambda: make_agent(self.me.agent),
+            MoverSettings(**{"mode": mode, **settings}),
+            timing or Timing(),
+            connect_timeout=connect_timeout,
+        )
+        self.mover, self.control = self.threads.mover, self.threads.control
+        where = RankAddress(0, self.me.incarnation, 0, 0, "", self.control.port)
+        self.control.publish(Directory(engine, 1, 1, ready=True, ranks=(where,)))
+        self.threads.start(lambda agent: RankCard(engine, model, 0, 1, 0, 1, backend, self.layout, agent))
+        self.finished: list[SourceFinished | SinkFinished] = []
+
+    # --- the engine's part ------------------------------------------------------------------------------------------
+
+    @property
+    def address(self) -> cmd.EngineAddress:
+        """Where a sink finds this rank's engine."""
+        return cmd.EngineAddress("127.0.0.1", self.control.port, self.me.engine)
+
+    def fill(self, blocks: Sequence[int], seed: int) -> None:
+        """Write bytes that tell layers, blocks and seeds apart, none of them zero."""
+        rng = np.random.default_rng(seed)
+        for block in blocks:
+            self.memory[:, block] = rng.integers(1, 255, size=self.memory[:, block].shape, dtype=np.uint8)
+
+    def begin(self, **changes: Any) -> None:
+        """Begin a step with these changes (fields of ``Step``)."""
+        self.mover.post(cmd.StepBegin(cmd.Step(**changes), self.platform.fence()))
+
+    def end(self) -> None:
+        """End the step: its work is behind this fence."""
+        self.mover.post(cmd.StepEnd(self.platform.fence()))
+
+    def prefill(self, handoff: HandoffId, request: str, blocks: Sequence[int], tokens: int, chunks: int = 1) -> None:
+        """Start, compute in chunks (the bytes are expected to be there), finish and hold the blocks."""
+        self.begin(started=[cmd.SourceStart(handoff, request, tokens, time.monotonic())])
+        done = 0
+        for i in range(chunks):
+            final = tokens * (i + 1) // chunks
+            new = tuple(blocks[-(-done // self.block_size) : -(-final // self.block_size)])
+            self.begin(progress=[cmd.SourceProgress(request, new, final)])
+            self.end()
+            done = final
+        self.begin(finished=[cmd.SourceFinish(request, None, held=True)])
+
+    def open(
+        self,
+        handoff: HandoffId,
+        request: str,
+        source: cmd.EngineAddress,
+        blocks: Sequence[int],
+        tokens: int,
+        start: int = 0,
+    ) -> None:
+        """Hand over blocks that shall receive positions [start, tokens) from ``source``."""
+        now = time.monotonic()
+        packed = array("i", blocks).tobytes()
+        self.begin(opened=[cmd.SinkOpen(handoff, request, source, start, tokens, packed, now, now)])
+
+    def wait(self, request: str, timeout: float = 10.0) -> SourceFinished | SinkFinished:
+        """Wait for the one report of a request. Raises TransportError when it does not come in time."""
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            while self.mover.results:
+                self.finished.append(self.mover.results.popleft())
+            for one in self.finished:
+                if one.request_id == request:
+                    return one
+            time.sleep(0.0002)
+        raise TransportError(f"{self.me} did not report {request} within {timeout:g} s")
+
+    def record(self, side: str, handoff: HandoffId) -> HandoffRecord:
+        """Return the latest record of a handoff."""
+        records = reversed(self.mover.records.last(1 << 30))
+        return next(record for record in records if record.side == side and record.handoff == str(handoff))
+
+    def close(self) -> None:
+        """Go without a word, as a process that is killed."""
+        self.threads.stop()

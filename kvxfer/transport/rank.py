@@ -1,0 +1,99 @@
+"""One worker rank's two threads, wired to each other: what arrives on the control channel goes into the mover's mailbox."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvxfer.errors import KvxferError
+from kvxfer.protocol.messages import AnyMessage, Report
+from kvxfer.transport import commands as cmd
+from kvxfer.transport.control import ControlChannel
+from kvxfer.transport.mover import Mover, MoverSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from kvxfer.layout.blocks import CacheLayout
+    from kvxfer.layout.card import RankCard
+    from kvxfer.protocol.ids import RankId
+    from kvxfer.protocol.peers import Timing
+    from kvxfer.transport.agent import Agent
+    from kvxfer.transport.dialer import Outcome
+
+
+class RankThreads:
+    """The mover and the control channel of one rank. Raises TransportError when the address cannot be bound.
+
+    ``make_agent`` is called in the mover's thread. ``cpus`` is where both threads run (see ``Platform.background_cpus``).
+    """
+
+    def __init__(
+        self,
+        me: RankId,
+        layout: CacheLayout,
+        make_agent: Callable[[], Agent],
+        settings: MoverSettings,
+        timing: Timing,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        connect_timeout: float = 5.0,
+        cpus: Collection[int] | None = None,
+    ) -> None:
+        self.me = me
+        self.control = ControlChannel(me, host, port, self, timing, connect_timeout, cpus)
+        self.mover = Mover(me, layout, make_agent, settings, self.control.send, self.control.connect, cpus)
+        self._card: RankCard | None = None
+
+    def start(self, card: Callable[[bytes], RankCard]) -> None:
+        """Start both threads; ``card`` makes what peers are told, from the agent's metadata. Raises what went wrong."""
+        try:
+            self.mover.start_and_wait()
+        except KvxferError:
+            self.control.stop()
+            raise
+        self._card = card(self.mover.agent_metadata)
+        self.control.present(self._card)
+        self.control.start()
+
+    def stop(self) -> None:
+        """End both threads."""
+        self.mover.stop()
+        self.control.stop()
+
+    # --- the control channel's listener -----------------------------------------------------------------------------
+
+    def on_message(self, frm: RankId, message: AnyMessage) -> None:
+        """Hand a peer's message to the mover."""
+        self.mover.post(cmd.Inbound(frm, message))
+
+    def on_up(self, rank: RankId, card: RankCard | None) -> None:
+        """Tell the mover of a peer's memory; scheduler processes have none."""
+        if card is not None:
+            self.mover.post(cmd.PeerUp(rank, card))
+
+    def on_lost(self, rank: RankId, reason: str, granted_until: float) -> None:
+        """Tell the mover that a peer is lost."""
+        self.mover.post(cmd.PeerLost(rank, reason, granted_until))
+
+    def on_lease(self, rank: RankId, until: float) -> None:
+        """Tell the mover until when it may post."""
+        self.mover.post(cmd.Leased(rank, until))
+
+    def on_outcome(self, outcome: Outcome) -> None:
+        """Tell the mover how a call ended."""
+        if outcome.reason is None:
+            self.mover.post(cmd.Connected(outcome.address, outcome.ranks))
+        else:
+            self.mover.post(cmd.Unreachable(outcome.address, outcome.reason))
+
+    def on_round(self, now: float) -> None:
+        """Nothing is due here."""
+
+    def on_report(self, last: int) -> Report:
+        """Answer with the handoff records."""
+        assert self._card is not None, "nothing listens before the card is there"
+        records = [msgspec.to_builtins(record) for record in self.mover.records.last(last)]
+        return Report(self.me.rank, self._card.to_builtins(), dict(self.mover.counters), records)

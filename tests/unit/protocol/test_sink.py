@@ -1,0 +1,507 @@
+"""The sink machine by itself: every transition, every refusal, and when the engine gets its blocks back."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvxfer.errors import LocalProtocolError, RemoteProtocolError
+from kvxfer.protocol import sink as module
+from kvxfer.protocol.actions import PostRead, Send, SinkFinished
+from kvxfer.protocol.ids import HandoffId, RankId
+from kvxfer.protocol.messages import Cancel, CancelAck, Failed, Grant, Register, Release, Seal, Written
+from kvxfer.protocol.sink import TRANSITIONS, Event, Sink, State
+
+H = HandoffId("h")
+P = RankId("p", "i1", 0)
+P1 = RankId("p", "i1", 1)
+STRANGER = RankId("x", "i1", 0)
+BLOCKS = bytes(8)
+
+
+class Rig:
+    """A sink that remembers the transitions it took. Clock starts at 100 s; lease margin 0.5, drain bound 2, renewal 5 s."""
+
+    def __init__(self) -> None:
+        self.taken: list[tuple[State, Event]] = []
+        rig = self
+
+        class Recorded(Sink):
+            def _step(self, one, event) -> None:
+                before = one.state
+                super()._step(one, event)
+                rig.taken.append((before, event))
+
+        self.sink = Recorded(4, drain_bound=2.0, lease_margin=0.5, renew_after=5.0)
+        self.now = 100.0
+        self.all: list = []
+
+    def do(self, what: str, *args) -> list:
+        actions = list(getattr(self.sink, what)(*args))
+        self.all += actions
+        return actions
+
+    def wait(self, seconds: float) -> list:
+        self.now += seconds
+        return self.do("tick", self.now)
+
+    def open(self, mode: str = "push", request: str = "r1", start: int = 0, end: int = 8) -> list:
+        return self.do("open", H, request, mode, start, end, BLOCKS, self.now)
+
+    def connect(self, *ranks: RankId) -> list:
+        return self.do("connected", H, ranks or (P,), self.now)
+
+    def push(self, *ranks: RankId) -> None:
+        self.open()
+        self.connect(*ranks)
+
+    def pull(self) -> None:
+        self.open("pull")
+        self.connect()
+
+    def written(self, start: int, end: int, generation: int = 0, attempt: int = 1, frm: RankId = P) -> list:
+        return self.do("written", frm.agent, Written(H, attempt, generation, frm.rank, start, end))
+
+    def seal(self, generation: int = 0, attempt: int = 1, frm: RankId = P) -> list:
+        return self.do("seal", frm, Seal(H, attempt, generation, 8), self.now)
+
+    def grant(self, tokens: int = 8, asked: float = 100.0, lease: float = 10.0, attempt: int = 1) -> list:
+        return self.do("grant", P, Grant(H, attempt, 0, tokens, bytes(8), asked, lease), self.now)
+
+    def fail(self, frm: RankId = P, attempt: int = 1, reason: str = "no") -> list:
+        return self.do("failed", frm, Failed(H, attempt, reason))
+
+    def ack(self, frm: RankId = P, attempt: int = 1) -> list:
+        return self.do("cancel_ack", frm, CancelAck(H, attempt))
+
+    def cancel(self, reason: str = "gone") -> list:
+        return self.do("cancel", "r1", reason)
+
+    def lose(self, granted_until: float = 0.0, frm: RankId = P) -> list:
+        return self.do("peer_lost", frm, "silent", granted_until, self.now)
+
+    def read_done(self, transfer: int = 1) -> list:
+        return self.do("read_done", transfer, self.now)
+
+    def read_failed(self, transfer: int = 1) -> list:
+        return self.do("read_failed", transfer, "torn", self.now)
+
+    @property
+    def state(self) -> State | None:
+        return self.sink.state(H)
+
+
+def sent(actions: list, kind: type) -> list:
+    return [a.message for a in actions if isinstance(a, Send) and isinstance(a.message, kind)]
+
+
+def ends(actions: list) -> list[str | None]:
+    return [a.reason for a in actions if isinstance(a, SinkFinished)]
+
+
+# --- every transition -------------------------------------------------------------------------------------------------
+
+
+def reading(rig: Rig) -> None:
+    rig.pull()
+    rig.grant()
+
+
+def cancelling(rig: Rig) -> None:
+    rig.push()
+    rig.cancel()
+
+
+def fencing(rig: Rig) -> None:
+    rig.push(P, P1)
+    rig.lose()
+
+
+SCENARIOS = {
+    (State.OPENING, Event.CONNECT): lambda r: r.push(),
+    (State.OPENING, Event.FAIL): lambda r: (r.open(), r.do("unreachable", H, "no answer")),
+    (State.OPENING, Event.CANCEL): lambda r: (r.open(), r.cancel()),
+    (State.REGISTERED, Event.READ): reading,
+    (State.REGISTERED, Event.RENEW): lambda r: (r.pull(), r.wait(5.0)),
+    (State.REGISTERED, Event.COMPLETE): lambda r: (r.push(), r.written(0, 8), r.seal()),
+    (State.REGISTERED, Event.FAIL): lambda r: (r.push(), r.seal(), r.wait(2.0)),
+    (State.REGISTERED, Event.CANCEL): cancelling,
+    (State.REGISTERED, Event.LOSE): fencing,
+    (State.READING, Event.RENEW): lambda r: (reading(r), r.wait(5.0)),
+    (State.READING, Event.COMPLETE): lambda r: (reading(r), r.read_done()),
+    (State.READING, Event.FAIL): lambda r: (reading(r), r.wait(10.0), r.read_done()),
+    (State.READING, Event.CANCEL): lambda r: (reading(r), r.cancel()),
+    (State.READING, Event.LOSE): lambda r: (reading(r), r.read_failed()),
+    (State.CANCELLING, Event.RENEW): lambda r: (cancelling(r), r.wait(5.0)),
+    (State.CANCELLING, Event.FAIL): lambda r: (cancelling(r), r.ack()),
+    (State.CANCELLING, Event.CANCEL): lambda r: (cancelling(r), r.cancel()),
+    (State.CANCELLING, Event.LOSE): lambda r: (cancelling(r), r.lose()),
+    (State.FENCING, Event.CANCEL): lambda r: (fencing(r), r.cancel()),
+    (State.FENCING, Event.LOSE): lambda r: (fencing(r), r.lose(frm=P1)),
+    (State.FENCING, Event.FENCE): lambda r: (fencing(r), r.wait(2.0)),
+}
+
+
+@pytest.mark.parametrize(("state", "event"), [(s, e) for s, events in TRANSITIONS.items() for e in events])
+def test_every_transition_of_the_table_can_happen(state, event) -> None:
+    rig = Rig()
+    SCENARIOS[state, event](rig)
+    assert rig.taken[-1] == (state, event)
+    after = TRANSITIONS[state][event]
+    assert rig.state is (None if after is State.CLOSED else after)
+    assert len(ends(rig.all)) == (1 if after is State.CLOSED else 0)
+
+
+@pytest.mark.parametrize(("state", "event"), [(s, e) for s in State for e in Event if e not in TRANSITIONS[s]])
+def test_every_other_transition_is_a_defect_of_ours_and_says_so(state, event) -> None:
+    one = module._Handoff(H, "r1", "push", 0, 8, BLOCKS, 1, state)
+    with pytest.raises(LocalProtocolError, match=f"sink handoff h: {event.value} while {state.value}"):
+        Sink(4)._step(one, event)
+    assert one.state is state
+
+
+# --- opening ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_cannot_open_twice() -> None:
+    rig = Rig()
+    rig.open()
+    with pytest.raises(LocalProtocolError, match="r1 opened a second handoff"):
+        rig.do("open", HandoffId("other"), "r1", "push", 0, 8, BLOCKS, rig.now)
+
+
+def test_a_second_sink_for_one_handoff_gets_its_blocks_back_at_once_and_does_not_disturb_the_first() -> None:
+    rig = Rig()
+    rig.push()
+    (end,) = rig.open(request="r2")
+    assert end == SinkFinished(H, "r2", "request r1 has this handoff id")
+    assert rig.do("cancel", "r2", "gone") == []
+    rig.written(0, 8)
+    assert ends(rig.seal()) == [None]
+    assert rig.sink.request(H) is None
+
+
+def test_the_registration_names_attempt_span_blocks_and_time_and_goes_to_every_rank() -> None:
+    rig = Rig()
+    rig.open(start=3)
+    assert rig.sink.request(H) == "r1"
+    rig.now += 1.0
+    actions = rig.connect(P, P1)
+    assert [a.to for a in actions if isinstance(a, Send)] == [P, P1]
+    assert sent(actions, Register) == [Register(H, 1, "push", 3, 8, BLOCKS, 101.0)] * 2
+    assert rig.connect() == rig.do("unreachable", H, "late") == [], "said again, it changes nothing"
+
+
+def test_words_of_the_transport_about_unknown_handoffs_change_nothing() -> None:
+    rig = Rig()
+    assert rig.connect() == rig.do("unreachable", H, "x") == rig.cancel() == rig.lose() == rig.wait(100.0) == []
+
+
+def test_attempts_rise_so_that_an_earlier_ones_words_are_harmless() -> None:
+    rig = Rig()
+    rig.open()
+    rig.do("unreachable", H, "no answer")
+    rig.open()
+    (register,) = sent(rig.connect(), Register)
+    assert register.attempt == 2
+    for say in (rig.written, rig.seal):
+        assert say(*((0, 8) if say == rig.written else ()), attempt=1) == []
+    assert rig.fail(attempt=1) == rig.ack(attempt=1) == rig.grant(attempt=1) == []
+    assert rig.sink.ignored == 5
+    assert rig.state is State.REGISTERED
+
+
+# --- push -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["seal last", "seal first", "seal between"])
+@pytest.mark.parametrize("doubled", [1, 2])
+def test_received_when_the_sealed_generation_covers_the_span_in_any_order_and_not_before(order, doubled) -> None:
+    rig = Rig()
+    rig.push()
+    words = [lambda: rig.written(4, 8), lambda: rig.written(0, 4)]
+    words.insert({"seal first": 0, "seal between": 1, "seal last": 2}[order], rig.seal)
+    for say in words:
+        assert ends(rig.all) == []
+        for _ in range(doubled):
+            say()
+    assert ends(rig.all) == [None]
+    assert not rig.sink.receiving()
+    assert len(rig.sink) == 0
+
+
+def test_positions_of_another_generation_do_not_count() -> None:
+    rig = Rig()
+    rig.push()
+    rig.written(0, 8, generation=0)
+    rig.written(0, 4, generation=1)
+    assert ends(rig.seal(generation=1)) == []
+    rig.written(4, 8, generation=2)
+    assert ends(rig.written(4, 8, generation=1)) == [None]
+
+
+def test_every_rank_must_cover_the_span() -> None:
+    rig = Rig()
+    rig.push(P, P1)
+    rig.written(0, 8)
+    rig.written(0, 8)
+    rig.seal()
+    rig.written(0, 8, frm=P1)
+    assert ends(rig.all) == []
+    assert ends(rig.seal(frm=P1)) == [None]
+
+
+def test_only_the_registered_span_is_needed() -> None:
+    rig = Rig()
+    rig.open(start=5)
+    rig.connect()
+    rig.seal()
+    assert ends(rig.written(4, 8)) == [None]
+
+
+@pytest.mark.parametrize("span", [(5, 4), (-1, 3)])
+def test_a_notification_without_meaning_is_the_peers_defect(span) -> None:
+    rig = Rig()
+    rig.push()
+    with pytest.raises(RemoteProtocolError, match=r"p/i1/0 says it wrote positions"):
+        rig.written(*span)
+
+
+def test_a_strangers_words_are_counted_and_ignored() -> None:
+    rig = Rig()
+    rig.push()
+    before = len(rig.all)
+    rig.written(0, 8, frm=STRANGER)
+    rig.seal(frm=STRANGER)
+    rig.fail(frm=STRANGER)
+    rig.ack(frm=STRANGER)
+    assert rig.all[before:] == []
+    assert rig.sink.ignored == 4
+
+
+def test_a_lost_notification_fails_the_handoff_and_names_the_positions() -> None:
+    rig = Rig()
+    rig.push()
+    rig.written(0, 4)
+    rig.seal()
+    assert ends(rig.wait(1.9)) == []
+    (reason,) = ends(rig.wait(0.1))
+    assert reason == "sealed, but the notifications of these positions never came: {'p rank 0': [(4, 8)]}"
+
+
+def test_a_lost_notification_waits_for_ranks_that_may_still_write() -> None:
+    rig = Rig()
+    rig.push(P, P1)
+    rig.seal()
+    assert ends(rig.wait(10.0)) == [], "rank 1 may still write into the blocks"
+    rig.seal(frm=P1)
+    assert len(ends(rig.wait(2.0))) == 1
+
+
+def test_what_is_not_answered_is_said_again_to_those_who_have_not_answered() -> None:
+    """A connection that breaks and is made anew within the time-out loses messages without ending the session."""
+    rig = Rig()
+    rig.push(P, P1)
+    assert rig.wait(4.9) == []
+    first = [a for a in rig.wait(0.1) if isinstance(a, Send)]
+    assert [(a.to, type(a.message)) for a in first] == [(P, Register), (P1, Register)]
+    rig.fail()
+    assert [a.to for a in rig.wait(5.0) if isinstance(a, Send) and isinstance(a.message, Cancel)] == [P1]
+    assert sent(rig.wait(4.9), Cancel) == []
+    assert sent(rig.wait(0.1), Cancel) == [Cancel(H, 1, "no")]
+    assert ends(rig.ack(frm=P1)) == ["no"]
+
+
+# --- the ways out -----------------------------------------------------------------------------------------------------
+
+
+def test_a_cancelled_push_waits_for_every_ranks_acknowledgement_and_keeps_the_first_reason() -> None:
+    rig = Rig()
+    rig.push(P, P1)
+    assert sent(rig.cancel("first"), Cancel) == [Cancel(H, 1, "first")] * 2
+    assert rig.cancel("second") == []
+    assert ends(rig.ack() + rig.ack() + rig.wait(1000.0)) == []
+    assert ends(rig.ack(frm=P1)) == ["first"]
+
+
+@pytest.mark.parametrize("word", ["ack", "fail", "seal"])
+def test_each_word_that_says_nothing_flies_ends_a_cancelled_push(word) -> None:
+    rig = Rig()
+    cancelling(rig)
+    assert ends(getattr(rig, word)()) == ["gone"]
+
+
+def test_data_that_completes_after_a_cancel_does_not_make_it_a_success() -> None:
+    rig = Rig()
+    cancelling(rig)
+    assert ends(rig.written(0, 8)) == []
+    assert ends(rig.seal()) == ["gone"]
+
+
+def test_a_failure_of_one_rank_cancels_the_others_and_waits_for_them() -> None:
+    rig = Rig()
+    rig.push(P, P1)
+    actions = rig.fail()
+    assert [a.to for a in actions if isinstance(a, Send)] == [P1]
+    assert ends(actions) == []
+    assert ends(rig.ack(frm=P1)) == ["no"]
+
+
+def test_a_cancel_after_every_seal_needs_no_acknowledgement() -> None:
+    rig = Rig()
+    rig.push()
+    rig.seal()
+    actions = rig.cancel()
+    assert sent(actions, Cancel) == []
+    assert ends(actions) == ["gone"]
+
+
+def test_a_failure_after_the_seal_says_nothing_about_what_was_sealed() -> None:
+    """A registration said again after the end is answered with Failed; the data is complete, its notification under way."""
+    rig = Rig()
+    rig.push()
+    rig.seal()
+    assert ends(rig.fail()) == []
+    assert ends(rig.written(0, 8)) == [None]
+
+
+@pytest.mark.parametrize("first", ["nothing", "cancel"])
+def test_a_lost_source_is_fenced_until_its_lease_and_the_drain_are_over(first) -> None:
+    rig = Rig()
+    rig.push()
+    if first == "cancel":
+        rig.cancel()
+    rig.lose(granted_until=103.0)
+    for word in (rig.ack, rig.fail, rig.seal, rig.cancel):
+        word()
+    rig.written(0, 8)
+    assert rig.sink.receiving()
+    assert ends(rig.wait(4.9)) == [], "the source may have posted until 103, and that may land until 105"
+    (reason,) = ends(rig.wait(0.1))
+    assert reason == ("gone" if first == "cancel" else "p rank 0 is gone: silent")
+
+
+def test_a_lease_that_ended_long_ago_still_leaves_the_drain() -> None:
+    rig = Rig()
+    rig.push()
+    rig.lose(granted_until=50.0)
+    assert ends(rig.wait(1.9)) == []
+    assert len(ends(rig.wait(0.1))) == 1
+
+
+def test_a_rank_that_had_acknowledged_is_not_waited_for_until_its_leases_end() -> None:
+    rig = Rig()
+    rig.push(P, P1)
+    rig.seal()
+    rig.lose(granted_until=1e6)
+    assert len(ends(rig.wait(2.0))) == 1
+
+
+def test_two_lost_ranks_are_fenced_until_the_later_of_both() -> None:
+    rig = Rig()
+    rig.push(P, P1)
+    rig.lose(granted_until=110.0)
+    rig.lose(granted_until=105.0, frm=P1)
+    assert ends(rig.wait(11.9)) == []
+    assert len(ends(rig.wait(0.1))) == 1
+
+
+@pytest.mark.parametrize("mode", ["push", "pull"])
+def test_before_the_registration_left_a_handoff_ends_at_once(mode) -> None:
+    for end in ("cancel", "unreachable"):
+        rig = Rig()
+        rig.open(mode)
+        assert rig.lose() == [], "not yet one of its ranks"
+        actions = rig.cancel() if end == "cancel" else rig.do("unreachable", H, "gone")
+        assert ends(actions) == ["gone"]
+        assert sent(actions, Cancel) == sent(actions, Release) == []
+
+
+# --- pull -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_grant_is_read_once_and_the_source_told_when_it_is_done() -> None:
+    rig = Rig()
+    rig.open("pull", start=5)
+    rig.connect()
+    assert not rig.sink.receiving()
+    (read,) = [a for a in rig.grant() if isinstance(a, PostRead)]
+    assert (read.frm, read.handoff, read.attempt, read.start, read.end) == (P, H, 1, 5, 8)
+    assert (read.source_first, read.sink_first, read.source_blocks, read.sink_blocks) == (0, 4, bytes(8), BLOCKS)
+    assert rig.sink.receiving()
+    assert rig.grant() == [], "doubled"
+    actions = rig.read_done(read.transfer)
+    assert sent(actions, Release) == [Release(H, "done")]
+    assert ends(actions) == [None]
+    assert not rig.sink.receiving()
+
+
+@pytest.mark.parametrize(("after", "valid"), [(9.5, True), (9.51, False)])
+def test_a_read_counts_only_if_it_ended_before_its_lease_less_the_margin_by_our_own_clock(after, valid) -> None:
+    rig = Rig()
+    rig.pull()
+    rig.grant(asked=100.0, lease=10.0)
+    rig.now += after
+    actions = rig.read_done()
+    assert sent(actions, Release)
+    (reason,) = ends(actions)
+    assert reason == (None if valid else "the read completed 0.010 s after its lease had ended")
+
+
+def test_a_renewed_lease_counts_and_an_overtaken_grant_does_not_shorten_it() -> None:
+    rig = Rig()
+    reading(rig)
+    assert sent(rig.wait(5.0), Register) == [Register(H, 1, "pull", 0, 8, BLOCKS, 105.0)]
+    assert sent(rig.wait(1.0), Register) == []
+    rig.grant(asked=105.0)
+    rig.grant(asked=100.0)
+    rig.wait(8.5)
+    assert ends(rig.read_done()) == [None]
+
+
+def test_a_grant_that_is_too_old_is_asked_for_again() -> None:
+    rig = Rig()
+    rig.pull()
+    rig.now += 9.5
+    (register,) = sent(rig.grant(), Register)
+    assert register.asked == 109.5
+    assert [a.transfer for a in rig.grant(asked=109.5) if isinstance(a, PostRead)] == [1]
+
+
+@pytest.mark.parametrize("state", [State.REGISTERED, State.READING])
+def test_a_source_that_has_fewer_tokens_is_an_error_with_both_numbers(state) -> None:
+    rig = Rig()
+    reading(rig) if state is State.READING else rig.pull()
+    actions = rig.grant(tokens=7)
+    if state is State.READING:
+        assert ends(actions) == [], "our read may still write into the blocks"
+        actions = rig.read_done()
+    (reason,) = ends(actions)
+    assert "prefill's prompt has 7 tokens, decode wants positions up to 8" in reason
+    assert sent(actions, Release)
+
+
+@pytest.mark.parametrize("why", ["cancel", "fail", "lose"])
+@pytest.mark.parametrize("posted", [True, False])
+def test_a_pull_that_fails_ends_when_its_own_read_is_terminal(why, posted) -> None:
+    rig = Rig()
+    reading(rig) if posted else rig.pull()
+    actions = getattr(rig, why)()
+    assert sent(actions, Cancel) == []
+    if posted:
+        assert ends(actions + rig.grant() + rig.wait(100.0) + rig.ack()) == []
+        actions = rig.read_done()
+    assert ends(actions) == [{"cancel": "gone", "fail": "no", "lose": "p rank 0 is gone: silent"}[why]]
+
+
+@pytest.mark.parametrize("cancelled", [True, False])
+def test_a_failed_read_drains_before_the_blocks_go_back(cancelled) -> None:
+    rig = Rig()
+    reading(rig)
+    if cancelled:
+        rig.cancel()
+    rig.read_failed()
+    rig.lose()
+    assert ends(rig.wait(1.9)) == []
+    actions = rig.wait(0.1)
+    assert ends(actions) == ["gone" if cancelled else "a read failed: torn"]
+    assert sent(actions, Release)
