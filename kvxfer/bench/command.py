@@ -76,6 +76,30 @@ def idle(
 
 
 @bench.command()
+def latency(
+    *,
+    json: _Json = None,
+    repeats: Annotated[int, typer.Option(help="Handoffs of each kind.", min=10)] = 200,
+    backend: Annotated[str, typer.Option(help="NIXL backend.")] = "LIBFABRIC",
+) -> None:
+    """Measure how soon a registration at an idle source is acted on, and how soon a completion is seen."""
+    from kvxfer.bench.demo import write_json
+    from kvxfer.bench.latency import run
+
+    with _failing_clearly():
+        result = run(repeats, backend)
+    for name, text in (
+        ("registration_ms", "registration at an idle source → first write posted"),
+        ("seen_ms", "transfer terminal (twin) → seen by the mover"),
+        ("completion_ms", "source saw its last write terminal → sink's report"),
+        ("handoff_ms", "registration → sink's report"),
+    ):
+        typer.echo(f"{text:<56} median {result[name]['median']:7.3f} ms   p90 {result[name]['p90']:7.3f} ms")
+    if json is not None:
+        write_json(json, result)
+
+
+@bench.command()
 def model(
     *,
     json: _Json = None,

@@ -6,7 +6,7 @@ One thread calls an agent: its mover. Nothing here is thread-safe, by rule.
 from __future__ import annotations
 
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,8 +22,8 @@ class Status(Enum):
     FAILED = "failed"
 
 
-class Transfer(Protocol):
-    """A posted transfer, opaque to everybody but the agent that made it."""
+Transfer: TypeAlias = Any
+"""A posted transfer: opaque to everybody but the agent that made it."""
 
 
 class Agent(Protocol):

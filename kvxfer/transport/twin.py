@@ -69,6 +69,8 @@ class TwinFabric:
     clock: Callable[[], float] = time.monotonic
     seed: int = 0
     agents: dict[str, TwinAgent] = field(default_factory=dict)
+    last_due: float = 0.0
+    """When the transfer that was posted last is, or was, due."""
     _events: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
     _random: random.Random = field(init=False)
@@ -98,7 +100,7 @@ class TwinFabric:
         with self._lock:
             if self._draw(self.faults.fail_post):
                 raise TransportError(f"the post to {transfer.peer} failed, as the faults demand")
-            self._after(self.faults.delay, lambda: self._finish(transfer))
+            self.last_due = self._after(self.faults.delay, lambda: self._finish(transfer))
 
     def _finish(self, transfer: TwinTransfer) -> None:
         peer = self.agents.get(transfer.peer)
@@ -124,9 +126,10 @@ class TwinFabric:
     def _draw(self, probability: float) -> bool:
         return probability > 0.0 and self._random.random() < probability
 
-    def _after(self, delay: tuple[float, float], happen: Callable[[], None]) -> None:
+    def _after(self, delay: tuple[float, float], happen: Callable[[], None]) -> float:
         at = self.clock() + self._random.uniform(*delay)
         heapq.heappush(self._events, (at, next(self._numbers), happen))
+        return at
 
 
 class TwinAgent:
