@@ -6,7 +6,8 @@ block's bytes is compared here, once, before any block moves. A refusal names bo
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
+from typing import Any, Final
 
 import msgspec
 
@@ -34,11 +35,13 @@ class RankCard(msgspec.Struct, frozen=True):
 
     @classmethod
     def from_builtins(cls, card: dict[str, Any]) -> RankCard:
-        """Read a card. Raises RemoteProtocolError when it is not one."""
+        """Read a card. Raises RemoteProtocolError when it is not one, or describes a cache that cannot be."""
         try:
-            return msgspec.convert(card, cls)
+            read = msgspec.convert(card, cls)
         except msgspec.ValidationError as error:
             raise RemoteProtocolError(f"not a rank card: {error}") from None
+        _check(read.layout)
+        return read
 
 
 def refusals(mine: RankCard, theirs: RankCard) -> list[str]:
@@ -54,7 +57,7 @@ def refusals(mine: RankCard, theirs: RankCard) -> list[str]:
         ("tensor parallel size", mine.tp_size, theirs.tp_size, "set the same --tensor-parallel-size on both"),
         ("pipeline parallel size", mine.pp_size, theirs.pp_size, "set the same --pipeline-parallel-size on both"),
         ("block interior", a.interior, b.interior, _SAME_KERNELS),
-        ("regions", _shape(a), _shape(b), "run both engines with the same VLLM_KV_CACHE_LAYOUT"),
+        ("memory", a.memory, b.memory, "run both engines on the same kind of accelerator"),
         ("NIXL backend", mine.backend, theirs.backend, 'set the same "backend" in kv_connector_extra_config on both'),
     ]  # fmt: skip
     found = [
@@ -62,6 +65,11 @@ def refusals(mine: RankCard, theirs: RankCard) -> list[str]:
         for what, ours, other, cure in checks
         if ours != other
     ]
+    if not found and _shape(a) != _shape(b):
+        found.append(
+            f"regions differ: {mine.engine} has {_shape(a)}, {theirs.engine} has {_shape(b)}; "
+            "run both engines with the same VLLM_KV_CACHE_LAYOUT"
+        )
     parallel = max(mine.tp_size, mine.pp_size, theirs.tp_size, theirs.pp_size)
     if not found and parallel > 1:
         found.append(
@@ -72,6 +80,7 @@ def refusals(mine: RankCard, theirs: RankCard) -> list[str]:
     return found
 
 
+_ADDRESSES: Final = 1 << 64
 _SAME_MODEL = (
     "serve the same model on both; if these are the same weights under two paths, "
     'set "model_id" in kv_connector_extra_config to one name on both'
@@ -82,7 +91,17 @@ _SAME_KERNELS = (
 )
 
 
+def _check(layout: CacheLayout) -> None:
+    """Refuse what descriptors cannot be computed from. Whether the memory is the peer's, its NIXL agent's keys decide."""
+    if layout.block_size < 1 or layout.num_blocks < 1:
+        raise RemoteProtocolError(f"not a rank card: {layout.num_blocks} blocks of {layout.block_size} tokens")
+    for region in layout.regions:
+        fits = region.base >= 0 and sum(region.span(layout.num_blocks)) <= _ADDRESSES
+        if not fits or not 0 < region.block_bytes <= region.block_stride or region.device < 0:
+            raise RemoteProtocolError(f"not a rank card: no memory can hold {region}")
+
+
 def _shape(layout: CacheLayout) -> str:
-    """Describe the regions without their addresses: 4 × 32,768 bytes."""
-    sizes = sorted({region.block_bytes for region in layout.regions})
-    return f"{len(layout.regions)} × {'/'.join(f'{size:,}' for size in sizes)} bytes a block"
+    """Describe the regions in their order, without their addresses: 4 × 32,768 bytes a block."""
+    sizes = itertools.groupby(region.block_bytes for region in layout.regions)
+    return " + ".join(f"{len(list(same))} × {size:,}" for size, same in sizes) + " bytes a block"
