@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# All checks: lint, format, types, then the tests (unit, integration, e2e), in an environment that it makes by itself.
+# All checks: lint, format, types, then the tests (unit, contract, integration, e2e), in an environment that it makes by itself.
 #
 #   scripts/test.sh [--fast] [--vllm032] [arguments for pytest]
 #
 #   --fast     without e2e, which starts real vLLM engines
-#   --vllm032  with the tests marked vllm032 too: e2e on vLLM 0.32.0, in a second environment
+#   --vllm032  with the contract tests and e2e on vLLM 0.32.0 too, in a second environment
 #
 # What pytest gets instead of its usual directories: scripts/test.sh tests/unit/protocol -x
 #
@@ -64,7 +64,7 @@ step() {
 
 if ((paths == 0)); then
     # In this order: what fails fast and says most comes first.
-    for directory in tests/unit tests/integration tests/e2e; do
+    for directory in tests/unit tests/contract tests/integration tests/e2e; do
         [[ ! -d $directory ]] || arguments+=("$directory")
     done
 fi
@@ -72,6 +72,8 @@ step ruff ruff check .
 step format ruff format --check .
 step mypy mypy
 step pytest python -m pytest --durations=15 -m "$marks" "${arguments[@]}"
+
+((vllm032 == 0 || paths == 1)) || step contract032 "$KVXFER_VLLM032_PYTHON" -m pytest tests/contract
 
 printf '\n'
 printf '%s\n' "${summary[@]}"

@@ -46,17 +46,27 @@ def parse(request_id: str, params: object) -> SourceParams | SinkParams | None:
         raise ParamsError("do_remote_prefill and do_remote_decode are both true: a leg is one or the other")
     transfer = _text(params, "transfer_id")
     if decode:
-        return SourceParams(handoff_id(request_id, transfer), _flag(params, "kvxfer_probe"))
-    handoff = handoff_id(request_id, transfer, _text(params, "remote_request_id"))
+        return SourceParams(_handoff(request_id, transfer, None), _flag(params, "kvxfer_probe"))
+    handoff = _handoff(request_id, transfer, _text(params, "remote_request_id"))
     host = _text(params, "remote_host")
     if not host:
         raise ParamsError("remote_host is missing: the prefill engine's control_host")
     port = params.get("remote_port")
-    if isinstance(port, str) and port.isdecimal():
+    if isinstance(port, str) and port.isdecimal() and len(port) < 6:  # noqa: PLR2004 - Python refuses to read very long ones
         port = int(port)
     if not isinstance(port, int) or isinstance(port, bool) or not 0 < port < 65536:  # noqa: PLR2004
         raise ParamsError(f"remote_port is {_kind(port)}: it must be the prefill engine's control_port")
     return SinkParams(handoff, EngineAddress(host, port, _text(params, "remote_engine_id") or ""))
+
+
+def _handoff(request_id: str, transfer: str | None, remote_request_id: str | None) -> HandoffId:
+    """Name the handoff. A request's own id comes from a header, so it is trusted no more than the params."""
+    handoff = handoff_id(request_id, transfer, remote_request_id)
+    if not _sendable(handoff.transfer):
+        raise ParamsError(
+            f"the request id is {_kind(request_id)}: at most {MAX_ID_LENGTH} of Unicode can name a handoff"
+        )
+    return handoff
 
 
 def _flag(params: dict[Any, Any], key: str) -> bool:
@@ -70,15 +80,20 @@ def _text(params: dict[Any, Any], key: str) -> str | None:
     value = params.get(key)
     if value is None:
         return None
-    if not isinstance(value, str) or len(value) > MAX_ID_LENGTH:
-        raise ParamsError(f"{key} is {_kind(value)}, not a string of at most {MAX_ID_LENGTH} characters")
+    if not isinstance(value, str) or not _sendable(value):
+        raise ParamsError(f"{key} is {_kind(value)}, not a string of at most {MAX_ID_LENGTH} Unicode characters")
     return value
+
+
+def _sendable(text: str) -> bool:
+    """Tell whether a message can carry a text: JSON can spell halves of surrogate pairs, UTF-8 cannot."""
+    return len(text) <= MAX_ID_LENGTH and text.encode(errors="replace").decode() == text
 
 
 def _kind(value: object) -> str:
     """Describe a value without repeating what may be large or hostile."""
     if isinstance(value, str):
         return f"a string of {len(value):,} characters"
-    return (
-        "missing" if value is None else repr(value) if isinstance(value, int | float) else f"a {type(value).__name__}"
-    )
+    if isinstance(value, float) or (isinstance(value, int) and abs(value) < 1 << 64):
+        return repr(value)
+    return "missing" if value is None else f"a {type(value).__name__}"

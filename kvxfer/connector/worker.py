@@ -127,8 +127,8 @@ class WorkerHalf:
             return
         for opened in step.opened:
             self._opened[opened.request_id] = opened.blocks
-        for cancel in step.cancelled:
-            self._cancelled.add(cancel.request_id)
+        # A request that has been reported meanwhile is not open any more: the abort crossed the report.
+        self._cancelled.update(cancel.request_id for cancel in step.cancelled if cancel.request_id in self._opened)
         self._threads.mover.post(cmd.StepBegin(step, self._platform.fence()))
         self._computing = bool(step.progress)
 

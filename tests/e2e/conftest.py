@@ -89,13 +89,23 @@ def bench_model():
     return model.build()
 
 
-@pytest.fixture(scope="module", params=["push", "pull"])
+MODES = [
+    pytest.param(("push", PYTHON), id="push"),
+    pytest.param(("pull", PYTHON), id="pull"),
+    pytest.param(("push", os.environ.get("KVXFER_VLLM032_PYTHON")), id="push-0.32", marks=pytest.mark.vllm032),
+    pytest.param(("pull", os.environ.get("KVXFER_VLLM032_PYTHON")), id="pull-0.32", marks=pytest.mark.vllm032),
+]
+
+
+@pytest.fixture(scope="module", params=MODES)
 def pair(request, bench_model, tmp_path_factory) -> Iterator[Pair]:
-    mode = request.param
+    mode, python = request.param
+    if python is None:
+        pytest.skip("KVXFER_VLLM032_PYTHON is not set: scripts/test.sh --vllm032 sets it")
     prefill, decode = engines.pair_specs(
         mode,
         bench_model,
-        python=PYTHON,
+        python=python,
         prefix_caching=True,
         num_blocks=260,
         max_model_len=4096,
