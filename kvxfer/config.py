@@ -101,11 +101,13 @@ def settings_from(extra: Mapping[str, Any], environment: Mapping[str, str] | Non
             hint = f"; did you mean {close[0]!r}?" if close else ", see docs/settings.md"
             problems.append(f"{key!r} is not a setting{hint}")
     _from_environment(values, environment, problems)
-    try:
-        settings = msgspec.convert(values, Settings, strict=True)
-    except msgspec.ValidationError as error:
-        problems.append(str(error))
-        raise ConfigError("kv_connector_extra_config: " + "; ".join(problems)) from None
+    for key in list(values):
+        try:  # one by one, so that each wrong type is told
+            msgspec.convert({key: values[key]}, Settings, strict=True)
+        except msgspec.ValidationError as error:
+            problems.append(str(error))
+            del values[key]
+    settings = msgspec.convert(values, Settings, strict=True)
     problems += _ranges(settings)
     if problems:
         raise ConfigError("kv_connector_extra_config: " + "; ".join(problems))
@@ -130,9 +132,11 @@ def _ranges(settings: Settings) -> list[str]:
         found.append(f"backend={settings.backend!r} must be LIBFABRIC or UCX")
     if not 0 < settings.control_port < 65536:  # noqa: PLR2004
         found.append(f"control_port={settings.control_port} must be from 1 to 65535")
-    for name in ("leg_timeout", "pull_lease", "connect_timeout", "drain_bound", "poll_interval"):
-        if getattr(settings, name) <= 0:
+    for name in ("leg_timeout", "connect_timeout", "drain_bound", "poll_interval"):
+        if not getattr(settings, name) > 0:  # so that NaN is caught, too
             found.append(f"{name}={getattr(settings, name):g} must be above 0")
+    if not settings.pull_lease > 1:
+        found.append(f"pull_lease={settings.pull_lease:g} must be above 1: the reader takes half a second off it")
     if settings.record_capacity < 1:
         found.append(f"record_capacity={settings.record_capacity} must be at least 1")
     return found

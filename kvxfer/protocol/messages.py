@@ -107,6 +107,9 @@ class Register(Message, frozen=True, tag="register"):
 
     ``blocks`` covers the span from the block that contains ``start``. In pull mode the same message asks for the source's
     blocks; ``asked`` is when, and sending it again renews the lease that the source's Grant gives.
+
+    ``again`` marks what was said before. It never begins anything: overtaken by the end of its attempt, it could otherwise
+    register blocks that are the engine's again, with a later prefill of the same name.
     """
 
     handoff: HandoffId
@@ -116,6 +119,7 @@ class Register(Message, frozen=True, tag="register"):
     end: int
     blocks: bytes
     asked: float
+    again: bool = False
 
 
 class Grant(Message, frozen=True, tag="grant"):

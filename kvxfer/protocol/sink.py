@@ -258,7 +258,7 @@ class Sink:
             return
         if one.valid_until <= now:
             self._step(one, Event.RENEW)
-            yield from self._register(one, now)
+            yield from self._register(one, now, again=True)
             return
         self._step(one, Event.READ)
         one.reading = next(self._numbers)
@@ -320,7 +320,7 @@ class Sink:
                     one.asked = now
                     yield from self._send_cancel(one)
                 else:
-                    yield from self._register(one, now)
+                    yield from self._register(one, now, again=True)
 
     # --- what the driver asks ---------------------------------------------------------------------------------------
 
@@ -360,11 +360,11 @@ class Sink:
         self.ignored += 1
         return None, None
 
-    def _register(self, one: _Handoff, now: float) -> Iterator[Action]:
+    def _register(self, one: _Handoff, now: float, *, again: bool = False) -> Iterator[Action]:
         one.asked = now
         for rank, part in one.parts.items():
             if not part.quiet:
-                yield Send(rank, Register(one.id, one.attempt, one.mode, one.start, one.end, one.blocks, now))
+                yield Send(rank, Register(one.id, one.attempt, one.mode, one.start, one.end, one.blocks, now, again))
 
     def _check(self, one: _Handoff) -> Iterator[Action]:
         """Receive the handoff if every rank's sealed generation covers the span."""

@@ -269,13 +269,14 @@ class Source:
             raise RemoteProtocolError(
                 f"{frm} registers positions [{message.start}, {message.end}) of {message.handoff} in mode {message.mode!r}"
             )
-        one = self._known(message.handoff, now)
-        if one is None:
-            reason = self._ended[message.handoff]
+        one = self._handoffs.get(message.handoff) if message.again else self._known(message.handoff, now)
+        sink = None if one is None else one.sink
+        current = sink is not None and (sink.rank, sink.attempt) == (frm, message.attempt)
+        if one is None or (message.again and not current):
+            reason = self._ended.get(message.handoff, "this registration never arrived")
             yield Send(frm, Failed(message.handoff, message.attempt, f"the handoff is over: {reason}"))
             return
-        sink = one.sink
-        if sink is not None and (sink.rank, sink.attempt) == (frm, message.attempt):
+        if sink is not None and current:
             # Said again: renews a pull's lease, changes nothing else.
             sink.asked, sink.grant_due = max(sink.asked, message.asked), True
             yield from self._advance(one, now)

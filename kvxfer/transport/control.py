@@ -93,6 +93,7 @@ class ControlChannel(threading.Thread):
         self._dialer = Dialer(self, connect_timeout)
         self._todo: queue.SimpleQueue[Callable[[float], None] | None] = queue.SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake_lock = threading.Lock()
         self._cpus = cpus
         self._context = zmq.Context()
         for cpu in cpus or ():
@@ -158,8 +159,9 @@ class ControlChannel(threading.Thread):
         self._ring()
 
     def _ring(self) -> None:
-        with contextlib.suppress(OSError):  # closed: the thread has ended
-            os.eventfd_write(self._wake, 1)
+        with self._wake_lock:
+            if self._wake >= 0:  # else the thread has ended, and the number may belong to another file by now
+                os.eventfd_write(self._wake, 1)
 
     # --- the thread -------------------------------------------------------------------------------------------------
 
@@ -171,7 +173,9 @@ class ControlChannel(threading.Thread):
                 self._round()
         finally:
             self._context.destroy(linger=0)
-            os.close(self._wake)
+            with self._wake_lock:
+                os.close(self._wake)
+                self._wake = -1
 
     def _round(self) -> None:
         ready = dict(self._poller.poll(self._wait_ms()))
@@ -185,7 +189,7 @@ class ControlChannel(threading.Thread):
                 self._drain(ear, now)
         self._beat(now)
         self._report(self._dialer.tick(now))
-        self._listener.on_round(now)
+        self._guarded(self._listener.on_round, now)
 
     def _wait_ms(self) -> int | None:
         """Milliseconds until something is due; None when only a message or a command can make something happen."""
@@ -268,14 +272,13 @@ class ControlChannel(threading.Thread):
     def _hello(self, sender: RankId, message: messages.Hello, route: Hashable, now: float) -> None:
         if self.sessions.card is None and self.me.rank >= 0:
             return  # still starting; the caller asks again
-        known = self.sessions.get(sender) is not None
+        self._lose(self.sessions.begun_anew(sender, message.sent))
+        self._lose(self.sessions.replaced(sender))
         answer = self.sessions.accept(sender, message, route, now)
         self._send_by(route, sender.incarnation, answer)
         if isinstance(answer, messages.Refused):
             logger.warning("refused %s: %s", sender, answer.reason)
             return
-        if not known:
-            self._lose(self.sessions.replaced(sender))
         session = self.sessions.get(sender)
         assert session is not None
         self._listener.on_up(sender, session.card)
@@ -325,7 +328,7 @@ class ControlChannel(threading.Thread):
             logger.warning("lost %s: %s", session.rank, one.reason)
             if isinstance(session.route, tuple) and session.route[0] in self._dealers:
                 self._close_dealer(session.route[0])
-            self._listener.on_lost(session.rank, one.reason, session.liveness.granted_until)
+            self._guarded(self._listener.on_lost, session.rank, one.reason, session.liveness.granted_until)
 
     def _report(self, outcomes: Iterable[Outcome]) -> None:
         for outcome in outcomes:

@@ -85,7 +85,7 @@ class Dialer:
                 f"{address.engine!r}: correct remote_engine_id, remote_host and remote_port in kv_transfer_params",
             )
             return
-        if not message.ready:
+        if not (message.ready and message.ranks):
             call.ask_at = now + RETRY
             return
         call.ranks = tuple(RankId(message.engine, rank.incarnation, rank.rank) for rank in message.ranks)

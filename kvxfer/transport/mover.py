@@ -27,6 +27,7 @@ from kvxfer.protocol.sink import Sink
 from kvxfer.protocol.source import Source
 from kvxfer.transport import commands as cmd
 from kvxfer.transport.agent import Status
+from kvxfer.transport.openings import Openings
 from kvxfer.transport.records import RecordBook
 from kvxfer.transport.steps import Steps
 from kvxfer.transport.threads import run_on
@@ -105,7 +106,6 @@ class Mover(threading.Thread):
         self.agent_metadata = b""
         self._make_agent = make_agent
         self._send = send
-        self._connect = connect
         self._cpus = cpus
         self._mailbox: queue.SimpleQueue[cmd.Command] = queue.SimpleQueue()
         self._ready = threading.Event()
@@ -114,9 +114,7 @@ class Mover(threading.Thread):
         self._steps = Steps()
         self._cards: dict[RankId, RankCard] = {}
         self._agents: dict[RankId, str] = {}
-        self._waiting: dict[cmd.EngineAddress, list[HandoffId]] = {}
-        self._connected: dict[cmd.EngineAddress, tuple[RankId, ...]] = {}
-        self._fenced: set[HandoffId] = set()
+        self._openings = Openings(connect)
         self._in_flight: list[_InFlight] = []
         self._next_tick = 0.0
 
@@ -166,7 +164,7 @@ class Mover(threading.Thread):
         """Observe, handle the mailbox, act. Returns False when stopped."""
         first = self._take(self._wait_time())
         terminal = self._observe()
-        notifications = self._agent.notifications() if self._listening() else []
+        notifications = self._listen()
         if first is not None and not self._handle_all(first):
             return False
         while (command := self._take(0.0)) is not None:
@@ -184,12 +182,19 @@ class Mover(threading.Thread):
             self._run(self.sink.tick(now))
         return True
 
-    def _listening(self) -> bool:
-        return self.sink.receiving() or self.source.serving()
+    def _listen(self) -> list[tuple[str, bytes]]:
+        if not (self.sink.receiving() or self.source.serving()):
+            return []
+        try:
+            return self._agent.notifications()
+        except Exception:
+            logger.exception("the fabric could not be asked for notifications; it is asked again")
+            time.sleep(TICK)
+            return []
 
     def _wait_time(self) -> float | None:
         """Seconds to sleep in the mailbox; None for as long as nothing comes."""
-        if self._in_flight or self._listening() or self._steps:
+        if self._in_flight or self._steps or self.sink.receiving() or self.source.serving():
             return self.settings.poll
         return TICK if len(self.source) or len(self.sink) else None
 
@@ -240,12 +245,10 @@ class Mover(threading.Thread):
             case cmd.Leased(rank, until):
                 self._run(self.source.leased(rank, until, now))
             case cmd.Connected(address, ranks):
-                self._connected[address] = ranks
-                for handoff in self._waiting.pop(address, []):
-                    self._register(handoff, address, now)
+                for handoff in self._openings.connected(address, ranks):
+                    self._run(self.sink.connected(handoff, ranks, now))
             case cmd.Unreachable(address, reason):
-                self._connected.pop(address, None)
-                for handoff in self._waiting.pop(address, []):
+                for handoff in self._openings.unreachable(address):
                     self._run(self.sink.unreachable(handoff, reason))
             case cmd.PeerUp(rank, card):
                 self._cards[rank] = card
@@ -273,9 +276,7 @@ class Mover(threading.Thread):
             record.blocks = self.layout.blocks_for(opened.start, opened.end)
             record.times.expected, record.times.allocated = opened.heard, opened.allocated
             self._run(self._opening(opened, now))
-            if opened.source not in self._connected:
-                self._connect(opened.source)
-                self._waiting.setdefault(opened.source, []).append(opened.handoff)
+            self._openings.open(opened.handoff, opened.source)
         for cancel in step.cancelled:
             self._run(self.sink.cancel(cancel.request_id, cancel.reason))
 
@@ -294,22 +295,15 @@ class Mover(threading.Thread):
         for opened in self._steps.passed_sinks():
             if self.sink.request(opened.handoff) != opened.request_id:
                 continue  # cancelled or refused meanwhile
-            self._fenced.add(opened.handoff)
-            if opened.source in self._connected:
-                self._register(opened.handoff, opened.source, now)
-
-    def _register(self, handoff: HandoffId, address: cmd.EngineAddress, now: float) -> None:
-        """Register a sink whose source is connected, once its blocks' fence has passed as well."""
-        if handoff in self._fenced:
-            self._fenced.remove(handoff)
-            self._run(self.sink.connected(handoff, self._connected[address], now))
+            ranks = self._openings.fenced(opened.handoff)
+            if ranks is not None:
+                self._run(self.sink.connected(opened.handoff, ranks, now))
 
     def _lose(self, rank: RankId, reason: str, granted_until: float, now: float) -> None:
         self._run(self.sink.peer_lost(rank, reason, granted_until, now))
         self._run(self.source.peer_lost(rank, reason, now))
         self._cards.pop(rank, None)
-        for address in [a for a, ranks in self._connected.items() if rank in ranks]:
-            del self._connected[address]
+        self._openings.lost(rank)
         name = self._agents.pop(rank, None)
         if name is not None and not any(one.peer == name for one in self._in_flight):
             self._forget_agent(name)
@@ -317,7 +311,7 @@ class Mover(threading.Thread):
     def _forget_agent(self, name: str) -> None:
         try:
             self._agent.remove_peer(name)
-        except TransportError as error:
+        except Exception as error:  # noqa: BLE001 - names are never used twice, so this one can stay
             logger.info("%s", error)
 
     def _dispatch(self, frm: RankId, message: messages.AnyMessage, now: float) -> Iterator[Action]:
@@ -345,7 +339,10 @@ class Mover(threading.Thread):
 
     def _act_on_terminal(self, one: _InFlight, failed: bool, now: float) -> None:
         self._in_flight.remove(one)
-        self._agent.release(one.transfer)
+        try:
+            self._agent.release(one.transfer)
+        except Exception as error:  # noqa: BLE001 - it is terminal all the same
+            logger.info("%s", error)
         record = self.records.get(one.side, one.handoff)
         if record is not None:
             record.times.last_byte = now
@@ -391,7 +388,7 @@ class Mover(threading.Thread):
         reason = getattr(action, "reason", None) or (record.reason if record else "")
         outcome = "failed" if getattr(action, "reason", None) else (record.outcome if record else "open")
         if side == "sink":
-            self._fenced.discard(action.handoff)
+            self._openings.closed(action.handoff)
         # Recorded first: whoever sees the engine's answer may look at the record.
         self.records.end(side, action.handoff, "done" if outcome == "open" else outcome, reason, time.monotonic())
         self.results.append(action)
@@ -441,7 +438,7 @@ class Mover(threading.Thread):
             transfer = self._agent.post(
                 "WRITE" if write else "READ", local, remote, self.layout.memory, name, notification
             )
-        except (TransportError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever it was, the machine must hear that nothing was posted whole
             logger.warning("handoff %s: %s", action.handoff, error)
             self._post_failed(side, action.transfer, str(error), now)
             return

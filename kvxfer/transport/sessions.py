@@ -21,12 +21,13 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Session:
-    """One peer process. ``route`` is where messages for it go."""
+    """One peer process. ``route`` is where messages for it go; ``since`` the peer's stamp of what opened the session."""
 
     rank: RankId
     route: Hashable
     liveness: peers.Peer
     card: RankCard | None
+    since: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +67,14 @@ class Sessions:
             card = self._fits(message.card)
         except RemoteProtocolError as error:
             return messages.Refused(str(error))
-        session = self._open(rank, route, card, now)
+        session = self._open(rank, route, card, message.sent, now)
         session.liveness.hear(message.sent, 0.0, 0.0, now)
         beat = session.liveness.beat(now)
         return messages.Welcome(self._card(), now, beat.echo, beat.lease)
 
     def welcomed(self, rank: RankId, message: messages.Welcome, route: Hashable, now: float) -> Session:
         """Open the session whose Hello was answered. Raises RemoteProtocolError when the peer must not be talked to."""
-        session = self._open(rank, route, self._fits(message.card), now)
+        session = self._open(rank, route, self._fits(message.card), message.sent, now)
         session.liveness.hear(message.sent, message.echo, message.lease, now)
         return session
 
@@ -105,10 +106,21 @@ class Sessions:
             del self._by_rank[rank]
             yield Lost(session, "it has no session with this process")
 
-    def _open(self, rank: RankId, route: Hashable, card: RankCard | None, now: float) -> Session:
+    def begun_anew(self, rank: RankId, sent: float) -> Iterator[Lost]:
+        """End the session with a peer that greets again: it has lost the old one, and whatever was registered under it.
+
+        This process may only have been asleep, and would otherwise go on where it stopped, with a fresh lease, and write into
+        blocks that the peer has given back. A greeting from before the session, which crossed with ours, is not meant.
+        """
+        session = self._by_rank.get(rank)
+        if session is not None and sent > session.since and session.liveness.replaced():
+            del self._by_rank[rank]
+            yield Lost(session, "it began its session with this process anew")
+
+    def _open(self, rank: RankId, route: Hashable, card: RankCard | None, sent: float, now: float) -> Session:
         session = self._by_rank.get(rank)
         if session is None:
-            session = self._by_rank[rank] = Session(rank, route, peers.Peer(self.timing, now), card)
+            session = self._by_rank[rank] = Session(rank, route, peers.Peer(self.timing, now), card, sent)
             session.liveness.welcome(0.0, 0.0, 0.0, now)
         session.route = route
         session.card = card or session.card

@@ -229,7 +229,13 @@ def test_an_address_where_nobody_listens(engines, policy) -> None:
     fabric = TwinFabric()
     d = engines("d", fabric, policy=policy, connect_timeout=0.5)
     tokens = prompt(100, 7)
-    params = {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": 1, "remote_engine_id": "p", "transfer_id": "t"}
+    params = {
+        "do_remote_prefill": True,
+        "remote_host": "127.0.0.1",
+        "remote_port": 1,
+        "remote_engine_id": "p",
+        "transfer_id": "t",
+    }
     d.add("d", tokens, params, max_tokens=3)
     run(d)
     if policy == "recompute":

@@ -239,7 +239,9 @@ def test_params_made_for_upstreams_proxies(pair: Pair) -> None:
                 )
                 _, answer = await asyncio.gather(*legs)
             else:
-                first = await p.complete(tokens, 1, stream=False, extra={"kv_transfer_params": prefill}, headers=headers)
+                first = await p.complete(
+                    tokens, 1, stream=False, extra={"kv_transfer_params": prefill}, headers=headers
+                )
                 assert first.kv_transfer_params["remote_num_tokens"] == 400
                 params = dict(first.kv_transfer_params)
                 answer = await d.complete(tokens, 8, extra={"kv_transfer_params": params}, headers=headers)

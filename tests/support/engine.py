@@ -114,7 +114,7 @@ class SimEngine:
 
         cls = getattr(connectors, f"Kvxfer{mode.capitalize()}Connector")
         self.connector_class = type(cls.__name__, (cls,), {"worker_half": Worker})
-        with _patched(platform_here):
+        with _Patched(platform_here):
             self.worker = self.connector_class(self.config, connectors.KVConnectorRole.WORKER, self.kv_config)
             kv_transfer_state._KV_CONNECTOR_AGENT = self.worker
             if runner == "v2":
@@ -255,7 +255,7 @@ def expected(tokens: list[int], count: int) -> list[int]:
     return made
 
 
-class _patched:
+class _Patched:
     """Construct a connector without torch.distributed, on a given platform instance."""
 
     def __init__(self, platform: HostPlatform) -> None:

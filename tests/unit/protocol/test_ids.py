@@ -107,7 +107,12 @@ def test_pull_legs_share_one_name(header, other, prompt, tail_p, tail_d, child, 
     assert handoff_id(p, None) == handoff_id(d, None, p)
 
 
-@given(st.uuids(), st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3)), unique=True), HEX, st.sampled_from(["x", None]))
+@given(
+    st.uuids(),
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3)), unique=True),
+    HEX,
+    st.sampled_from(["x", None]),
+)
 def test_prompts_and_children_of_one_request_have_names_of_their_own(header, parts, tail, transfer) -> None:
     names = {handoff_id(completion(str(header), prompt, tail, child), transfer) for prompt, child in parts}
     assert len(names) == len(parts)

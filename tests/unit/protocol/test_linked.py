@@ -16,6 +16,7 @@ import itertools
 from array import array
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -106,6 +107,8 @@ class Transfer:
 
 
 class Linked(RuleBasedStateMachine):
+    WORDS: ClassVar = ["cancel", "cut", "cut", "die", "break", "unreachable", "release"]
+
     def __init__(self) -> None:
         super().__init__()
         self.now = 1000.0
@@ -125,13 +128,15 @@ class Linked(RuleBasedStateMachine):
         self.source_unaware = False
         self.lives = itertools.count(1)
 
-    @initialize(stream=st.booleans(), trouble=st.integers(0, 6))
-    def begin(self, stream, trouble) -> None:
+    @initialize(stream=st.booleans(), trouble=st.integers(0, 6), pull=st.booleans())
+    def begin(self, stream, trouble, pull) -> None:
         """``trouble`` is how often something may go wrong: else nearly every run would be over before it came far."""
         self.stream = stream
         self.trouble = trouble
         self.new_life()
         self.new_session()
+        self.both_legs(next(iter(TOKENS)), "pull" if pull else "push", 0, prefill_first=False)
+        self.beats()
 
     def new_life(self) -> None:
         self.me = RankId("p", str(next(self.lives)), 0)
@@ -186,7 +191,9 @@ class Linked(RuleBasedStateMachine):
         mine = {(block, p % BLOCK) for p, _, block in new.pairs()}
         for other in self.flying:
             if isinstance(other.action, PostWrite):
-                assert mine.isdisjoint((block, p % BLOCK) for p, _, block in other.pairs()), "two writes to a position fly"
+                assert mine.isdisjoint((block, p % BLOCK) for p, _, block in other.pairs()), (
+                    "two writes to a position fly"
+                )
         self.flying.append(new)
 
     def source_finished(self, request_id: str) -> None:
@@ -195,7 +202,9 @@ class Linked(RuleBasedStateMachine):
         self.source_reports[request_id] += 1
         for transfer in self.flying:
             if isinstance(transfer.action, PostWrite):
-                assert not {block for _, block, _ in transfer.pairs()} & set(prefill.blocks), "a write still reads from them"
+                assert not {block for _, block, _ in transfer.pairs()} & set(prefill.blocks), (
+                    "a write still reads from them"
+                )
         self.give_away(prefill)
         prefill.state = "gone"
 
@@ -224,7 +233,9 @@ class Linked(RuleBasedStateMachine):
         assert decode.reports == 1, "reported twice"
         assert not decode.refused or end.reason is not None
         for transfer in self.flying:
-            assert not {block for _, _, block in transfer.pairs()} & set(decode.blocks), "something may still land in them"
+            assert not {block for _, _, block in transfer.pairs()} & set(decode.blocks), (
+                "something may still land in them"
+            )
         if end.reason is None:
             attempt = self.attempts[decode.id]
             request, generation = self.truth[end.handoff, attempt]
@@ -236,7 +247,6 @@ class Linked(RuleBasedStateMachine):
 
     # --- the source's engine ------------------------------------------------------------------------------------------
 
-    @rule(handoff=HANDOFFS)
     def start(self, handoff) -> None:
         alive = [p for p in self.prefills if p.state != "gone"]
         if len(alive) >= 4 or (any(p.handoff == handoff for p in alive) and not self.in_trouble()):
@@ -267,10 +277,7 @@ class Linked(RuleBasedStateMachine):
         prefill.final = final
         self.at_source(self.source.progress(prefill.id, new, final, self.there))
 
-    @precondition(lambda self: self.running() and self.trouble > 0)
-    @rule(pick=PICK)
     def preempt(self, pick) -> None:
-        self.in_trouble()
         running = self.running()
         prefill = running[pick % len(running)]
         prefill.generation += 1
@@ -297,9 +304,10 @@ class Linked(RuleBasedStateMachine):
 
     # --- the sink's engine --------------------------------------------------------------------------------------------
 
-    @rule(handoff=HANDOFFS, mode=st.sampled_from(["push", "push", "pull"]), start=st.integers(0, 9))
     def open(self, handoff, mode, start) -> None:
-        if sum(d.reports == 0 for d in self.decodes) >= 4 or (self.sink.state(handoff) is not None and not self.in_trouble()):
+        if sum(d.reports == 0 for d in self.decodes) >= 4 or (
+            self.sink.state(handoff) is not None and not self.in_trouble()
+        ):
             return
         start = min(start, TOKENS[handoff] - 1)
         blocks = [next(self.numbers) for _ in range(-(-TOKENS[handoff] // BLOCK) - start // BLOCK)]
@@ -318,15 +326,20 @@ class Linked(RuleBasedStateMachine):
     def sink_thinks_it_is_connected(self) -> bool:
         return not self.session.cut or bool(self.unnoticed)
 
-    @precondition(lambda self: self.opening() and self.sink_thinks_it_is_connected())
-    @rule(pick=PICK)
     def connect(self, pick) -> None:
         opening = self.opening()
         self.at_sink(self.sink.connected(opening[pick % len(opening)], (self.session.source,), self.now))
 
-    @rule(handoff=HANDOFFS, mode=st.sampled_from(["push", "push", "pull"]), start=st.integers(0, 9), prefill_first=st.booleans())
+    @rule(
+        handoff=HANDOFFS,
+        mode=st.sampled_from(["push", "push", "pull"]),
+        start=st.integers(0, 9),
+        prefill_first=st.booleans(),
+    )
     def both_legs(self, handoff, mode, start, prefill_first) -> None:
-        if self.sink.state(handoff) is not None or any(p.handoff == handoff and p.state != "gone" for p in self.prefills):
+        if self.sink.state(handoff) is not None or any(
+            p.handoff == handoff and p.state != "gone" for p in self.prefills
+        ):
             return
         if prefill_first:
             self.start(handoff)
@@ -336,36 +349,19 @@ class Linked(RuleBasedStateMachine):
         if not prefill_first:
             self.start(handoff)
 
-    @precondition(lambda self: self.opening() and self.trouble > 0)
-    @rule(pick=PICK)
     def unreachable(self, pick) -> None:
-        self.in_trouble()
         opening = self.opening()
         self.at_sink(self.sink.unreachable(opening[pick % len(opening)], "no answer"))
 
-    @precondition(lambda self: self.decodes and self.trouble > 0)
-    @rule(pick=PICK)
     def cancel(self, pick) -> None:
-        self.in_trouble()
         waiting = [d for d in self.decodes if d.reports == 0] or self.decodes
         self.at_sink(self.sink.cancel(waiting[pick % len(waiting)].id, "client went away"))
 
-    @precondition(lambda self: not self.session.cut)
-    @rule(handoff=HANDOFFS, message=st.sampled_from([Expect, Expect, Release]))
-    def scheduler_says(self, handoff, message) -> None:
-        if message is Release and not self.in_trouble():
-            return
-        self.to_source.append((SCHEDULER, message(handoff, 5.0 if message is Expect else "not wanted")))
-
     # --- the control channel ------------------------------------------------------------------------------------------
 
-    @precondition(lambda self: not self.session.cut)
-    @rule()
     def sink_beats(self) -> None:
         self.to_source.append((D, self.session.at_sink.beat(self.now)))
 
-    @precondition(lambda self: not self.session.cut)
-    @rule()
     def source_beats(self) -> None:
         self.to_sink.append((self.me, self.session.at_source.beat(self.there)))
 
@@ -406,13 +402,6 @@ class Linked(RuleBasedStateMachine):
                 case CancelAck():
                     self.at_sink(self.sink.cancel_ack(frm, message))
 
-    @precondition(lambda self: (self.to_sink or self.to_source) and self.trouble > 0)
-    @rule()
-    def a_connection_breaks_and_is_made_anew(self) -> None:
-        self.in_trouble()
-        self.to_source.clear()
-        self.to_sink.clear()
-
     @rule()
     @precondition(lambda self: not self.session.cut)
     def beats(self) -> None:
@@ -426,10 +415,7 @@ class Linked(RuleBasedStateMachine):
                 if self.to_sink:
                     self.deliver_to_sink(1)
 
-    @precondition(lambda self: not self.session.cut and self.trouble > 0)
-    @rule()
     def the_session_is_cut(self) -> None:
-        self.in_trouble()
         self.session.cut = True
         self.to_source.clear()
         self.to_sink.clear()
@@ -454,10 +440,7 @@ class Linked(RuleBasedStateMachine):
         """The channel's duty: a new session begins only when both sides know that the old one is over."""
         self.new_session()
 
-    @precondition(lambda self: self.trouble > 0)
-    @rule()
     def the_source_dies(self) -> None:
-        self.in_trouble()
         if not self.session.cut:
             self.the_session_is_cut()
         for transfer in self.flying:
@@ -498,26 +481,21 @@ class Linked(RuleBasedStateMachine):
         flying = self.can_land()
         self.land_of(flying[pick % len(flying)])
 
-    @precondition(lambda self: self.flying and self.trouble > 0)
-    @rule(pick=PICK, positions=st.sets(st.integers(0, 9)), seen=st.booleans())
     def tear(self, pick, positions, seen) -> None:
         """A transfer fails; or a failed one goes on landing."""
-        self.in_trouble()
         transfer = self.flying[pick % len(self.flying)]
         if isinstance(transfer.action, PostWrite) or transfer.session.source == self.me:
             self.copy(transfer, positions)
         if not transfer.torn:
             self.tear_of(transfer)
-            if seen:
+            if seen and self.terminal and self.terminal[-1][0] is transfer:
                 self.see_of(self.terminal[-1])
 
     def tear_of(self, transfer: Transfer) -> None:
         transfer.torn = True
         transfer.until = min(transfer.until, self.now + DRAIN)
         if isinstance(transfer.action, PostRead) or transfer.session.source == self.me:
-            self.terminal.append((transfer, True))
-        else:
-            transfer.torn = False  # a dead process's write: lands or not, and nobody hears of its failure
+            self.terminal.append((transfer, True))  # else nobody is left to hear of it
 
     @precondition(lambda self: self.terminal)
     @rule(pick=PICK)
@@ -551,11 +529,76 @@ class Linked(RuleBasedStateMachine):
         if fate != "lost" or not self.in_trouble():
             self.at_sink(self.sink.written(frm, written))
 
+    # --- what goes wrong, and what is said alone ---------------------------------------------------------------------
+
+    @rule(
+        kind=st.sampled_from(["sink beats", "source beats", "start", "open", "connect", "expect"]),
+        handoff=HANDOFFS,
+        pick=PICK,
+    )
+    def something_small(self, kind, handoff, pick) -> None:
+        if kind == "start":
+            self.start(handoff)
+        elif kind == "open":
+            self.open(handoff, "pull" if pick < 2 else "push", pick)
+        elif kind == "connect" and self.opening() and self.sink_thinks_it_is_connected():
+            self.connect(pick)
+        elif not self.session.cut:
+            if kind == "sink beats":
+                self.sink_beats()
+            elif kind == "source beats":
+                self.source_beats()
+            elif kind == "expect":
+                self.to_source.append((SCHEDULER, Expect(handoff, 5.0)))
+
+    @precondition(lambda self: self.trouble > 0 and (self.running() or self.flying))
+    @rule(tears=st.booleans(), pick=PICK, positions=st.sets(st.integers(0, 9)), seen=st.booleans())
+    def data_is_in_trouble(self, tears, pick, positions, seen) -> None:
+        self.trouble -= 1
+        if self.flying and (tears or not self.running()):
+            self.tear(pick, positions, seen)
+        else:
+            self.preempt(pick)
+
+    @precondition(lambda self: self.trouble > 0)
+    @rule(
+        kind=st.integers(0, 13),
+        handoff=HANDOFFS,
+        pick=PICK,
+    )
+    def words_are_in_trouble(self, kind, handoff, pick) -> None:
+        kind = self.WORDS[kind % len(self.WORDS)]
+        can = {
+            "cancel": self.decodes,
+            "cut": not self.session.cut,
+            "die": True,
+            "break": self.to_source or self.to_sink,
+            "unreachable": self.opening(),
+            "release": not self.session.cut,
+        }
+        if not can[kind]:
+            return
+        self.trouble -= 1
+        match kind:
+            case "cancel":
+                self.cancel(pick)
+            case "cut":
+                self.the_session_is_cut()
+            case "die":
+                self.the_source_dies()
+            case "break":  # and is made anew: what was under way is lost, the session lives
+                self.to_source.clear()
+                self.to_sink.clear()
+            case "unreachable":
+                self.unreachable(pick)
+            case "release":
+                self.to_source.append((SCHEDULER, Release(handoff, "not wanted")))
+
     # --- time ---------------------------------------------------------------------------------------------------------
 
     @rule(seconds=st.sampled_from([0.1, 0.4, 0.5, 1.0, 2.0, 3.0, 5.0, 12.0, 31.0]))
     def time_passes(self, seconds) -> None:
-        if seconds > 1.0 and not self.in_trouble():
+        if seconds > 3.0 and not self.in_trouble():
             seconds = 0.2
         then = self.now + seconds
         for transfer in list(self.flying):
@@ -631,5 +674,23 @@ class Linked(RuleBasedStateMachine):
                 assert not getattr(machine, name), f"{name} keeps something of what has ended"
 
 
-TestLinked = Linked.TestCase
-TestLinked.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+class Preempting(Linked):
+    """Only data is in trouble: more preemptions under flying writes than the whole world comes to."""
+
+    words_are_in_trouble = None
+
+    @initialize(pull=st.sampled_from([False, False, True]))
+    def begin(self, pull) -> None:
+        super().begin(stream=True, trouble=12, pull=pull)
+
+
+class Forgetful(Linked):
+    """Only words are lost or taken back."""
+
+    WORDS: ClassVar = ["break", "break", "cancel"]
+    data_is_in_trouble = None
+
+
+EFFORT = settings(max_examples=100, stateful_step_count=60, deadline=None)
+TestLinked, TestPreempting, TestForgetful = Linked.TestCase, Preempting.TestCase, Forgetful.TestCase
+TestLinked.settings = TestPreempting.settings = TestForgetful.settings = EFFORT

@@ -17,8 +17,12 @@ from kvxfer.protocol.ids import MAX_ID_LENGTH, HandoffId, RankId
 TYPES = typing.get_args(m.AnyMessage)
 ME = RankId("decode-1", "4f1d", 0)
 
-_LEAF = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text() | st.binary()
-_JSON = st.recursive(_LEAF, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3), max_leaves=8)
+_LEAF = (
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text() | st.binary()
+)
+_JSON = st.recursive(
+    _LEAF, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3), max_leaves=8
+)
 _SIMPLE = {
     str: st.text(),
     int: st.integers(-(2**63), 2**63 - 1),
@@ -98,18 +102,24 @@ def test_any_bytes_are_refused_and_raise_nothing_else(raw) -> None:
     opened(msgspec.msgpack.encode([m.WIRE_VERSION, ME, "", msgspec.Raw(raw)]))
 
 
-@pytest.mark.parametrize("card", [b"\x81" * 2000, b"\x81\xa1x\x81\x80\x01", b"\x81\xa1\xff\x01", b"\xd7\xff" + b"\xff" * 8])
+@pytest.mark.parametrize(
+    "card", [b"\x81" * 2000, b"\x81\xa1x\x81\x80\x01", b"\x81\xa1\xff\x01", b"\xd7\xff" + b"\xff" * 8]
+)
 def test_hostile_cards_are_refused(card) -> None:
     """Any accepts everything that msgpack can say: deep nesting, maps as keys, text that is not UTF-8, impossible times."""
     body = b"\x83\xa1t\xa5hello\xa4sent\xca\0\0\0\0\xa4card" + card
-    with pytest.raises(RemoteProtocolError, match="malformed message from decode-1 rank 0|not a kvxfer message"):
+    with pytest.raises(RemoteProtocolError, match=r"malformed message from decode-1 rank 0|not a kvxfer message"):
         m.unpack(msgspec.msgpack.encode([m.WIRE_VERSION, ME, "", msgspec.Raw(body)]))
 
 
-@given(st.integers(-(2**63), 2**64 - 1).filter(lambda v: v != m.WIRE_VERSION), st.lists(_JSON, max_size=3), st.booleans())
+@given(
+    st.integers(-(2**63), 2**64 - 1).filter(lambda v: v != m.WIRE_VERSION), st.lists(_JSON, max_size=3), st.booleans()
+)
 def test_another_wire_version_is_told_in_words_even_if_its_envelope_changed(version, rest, ours) -> None:
     body = [version, ME, "", msgspec.Raw(msgspec.msgpack.encode(m.WhoIs()))] if ours else [version, *rest]
-    with pytest.raises(RemoteProtocolError, match=f"peer speaks wire version {version}, this process {m.WIRE_VERSION}: install"):
+    with pytest.raises(
+        RemoteProtocolError, match=f"peer speaks wire version {version}, this process {m.WIRE_VERSION}: install"
+    ):
         m.unpack(msgspec.msgpack.encode(body))
 
 

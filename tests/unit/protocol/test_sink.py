@@ -450,7 +450,7 @@ def test_a_read_counts_only_if_it_ended_before_its_lease_less_the_margin_by_our_
 def test_a_renewed_lease_counts_and_an_overtaken_grant_does_not_shorten_it() -> None:
     rig = Rig()
     reading(rig)
-    assert sent(rig.wait(5.0), Register) == [Register(H, 1, "pull", 0, 8, BLOCKS, 105.0)]
+    assert sent(rig.wait(5.0), Register) == [Register(H, 1, "pull", 0, 8, BLOCKS, 105.0, again=True)]
     assert sent(rig.wait(1.0), Register) == []
     rig.grant(asked=105.0)
     rig.grant(asked=100.0)

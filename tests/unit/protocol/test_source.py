@@ -62,7 +62,9 @@ class Rig:
     def finish(self, request: str = "r1", **kwargs) -> list:
         return self.do("finish", request, **kwargs)
 
-    def register(self, attempt: int = 1, mode: str = "push", start: int = 0, end: int = 8, frm: RankId = D, **kwargs) -> list:
+    def register(
+        self, attempt: int = 1, mode: str = "push", start: int = 0, end: int = 8, frm: RankId = D, **kwargs
+    ) -> list:
         blocks = array("i", range(10, 10 + -(-end // BLOCK) - start // BLOCK)).tobytes()
         return self.do("register", frm, Register(H, attempt, mode, start, end, blocks, **{"asked": 7.0, **kwargs}))
 
@@ -285,7 +287,13 @@ def test_nothing_is_posted_twice() -> None:
     rig.register()
     rig.complete()
     rig.finish()
-    again = rig.register() + rig.do("leased", D, 2e6) + rig.wait(1.0) + rig.do("expect", SCHEDULER, Expect(H, 1.0))
+    again = (
+        rig.register()
+        + rig.register(again=True)
+        + rig.do("leased", D, 2e6)
+        + rig.wait(1.0)
+        + rig.do("expect", SCHEDULER, Expect(H, 1.0))
+    )
     assert posts(again) == []
 
 
@@ -312,6 +320,40 @@ def test_a_write_of_a_revoked_generation_is_never_sealed() -> None:
     assert sent(actions, Seal) == []
     (new,) = transfers(actions)
     assert sent(rig.do("written", new), Seal) == [Seal(H, 1, 1, 8)]
+
+
+@pytest.mark.parametrize("old", ["terminal before the preemption", "terminal after it"])
+def test_what_a_revoked_generation_wrote_is_not_sealed_though_nothing_new_can_be_posted(old) -> None:
+    """The lease has ended, so nothing flies that could hold a seal back: only what counts as written does."""
+    rig = Rig(leased=False)
+    rig.do("leased", D, rig.now + 1.0)
+    rig.start()
+    rig.register()
+    (first,) = transfers(rig.progress(4, (5,)))
+    if old == "terminal before the preemption":
+        rig.do("written", first)
+    (second,) = transfers(rig.complete())
+    rig.do("preempt", "r1")
+    rig.now += 1.0
+    rig.progress(8, (7, 8))
+    for transfer in [second] if old == "terminal before the preemption" else [first, second]:
+        assert sent(rig.do("written", transfer), Seal) == []
+    assert sent(rig.wait(1.0), Seal) == []
+    (new,) = transfers(rig.do("leased", D, rig.now + 1.0))
+    assert sent(rig.do("written", new), Seal) == [Seal(H, 1, 1, 8)]
+
+
+def test_what_was_written_before_a_preemption_is_written_again() -> None:
+    rig = Rig(leased=False)
+    rig.do("leased", D, rig.now + 1.0)
+    rig.start()
+    rig.register(end=4)
+    (old,) = transfers(rig.progress(4, (5,)))
+    rig.do("written", old)
+    rig.do("preempt", "r1")
+    rig.now += 1.0
+    assert sent(rig.progress(8, (7, 8)), Seal) == []
+    assert posts(rig.do("leased", D, rig.now + 1.0)) == [(0, 4)]
 
 
 def test_sealed_only_when_every_write_is_terminal_and_finished_only_when_the_engine_is() -> None:
@@ -379,6 +421,32 @@ def test_registering_after_the_end_is_answered_and_starts_nothing() -> None:
     assert len(rig.source) == 0
 
 
+@pytest.mark.parametrize("restarted", [True, False])
+def test_a_registration_said_again_never_begins_anything(restarted) -> None:
+    """It may have been overtaken by the end of its attempt: its blocks may be the engine's again."""
+    rig = Rig()
+    rig.start()
+    rig.register()
+    (transfer,) = transfers(rig.complete())
+    rig.do("written", transfer)
+    rig.finish()
+    if restarted:
+        rig.start(request="r2")
+    assert [message.attempt for message in sent(rig.register(again=True), Failed)] == [1]
+    if restarted:
+        assert posts(rig.progress(8, (7, 8), "r2")) == []
+
+
+def test_a_registration_of_which_only_the_repetition_arrives_is_failed_not_awaited() -> None:
+    for known in (True, False):
+        rig = Rig()
+        if known:
+            rig.start()
+        (failed,) = sent(rig.register(again=True), Failed)
+        assert failed.reason == "the handoff is over: this registration never arrived"
+        assert len(rig.source) == known
+
+
 def test_what_ended_is_forgotten_in_time_and_may_be_started_again() -> None:
     rig = Rig(memory=1)
     rig.start()
@@ -403,7 +471,9 @@ def test_a_registration_without_meaning_is_the_peers_defect_and_changes_nothing(
     rig = Rig()
     rig.start()
     with pytest.raises(RemoteProtocolError, match=text):
-        rig.do("register", D, Register(H, 1, **{"mode": "push", "start": 0, "end": 8, **changes}, blocks=b"", asked=1.0))
+        rig.do(
+            "register", D, Register(H, 1, **{"mode": "push", "start": 0, "end": 8, **changes}, blocks=b"", asked=1.0)
+        )
     assert finished(rig.complete() + rig.finish() + rig.wait(30.0)) == ["r1"]
 
 
@@ -449,6 +519,16 @@ def test_a_strangers_cancel_is_acknowledged_and_stops_nobody() -> None:
     rig.register()
     assert sent(rig.cancel(frm=D2)) == [CancelAck(H, 1)]
     assert posts(rig.complete()) == [(0, 8)]
+
+
+def test_a_release_after_a_cancel_changes_nothing() -> None:
+    rig = Rig()
+    rig.start()
+    rig.register()
+    (transfer,) = transfers(rig.complete())
+    rig.cancel()
+    assert rig.release() == []
+    assert sent(rig.do("written", transfer)) == [CancelAck(H, 1)]
 
 
 def test_a_strangers_release_does_not_take_a_registered_sinks_data_away() -> None:

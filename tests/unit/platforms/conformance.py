@@ -1,0 +1,201 @@
+"""What every folder of ``platforms/`` must pass. Subclass ``PlatformConformance`` and say how its caches are made.
+
+Nothing here knows an accelerator; what depends on one stands in the hooks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import re
+import time
+from typing import Any
+
+import pytest
+
+from kvxfer.errors import PlatformError
+from kvxfer.platform import Geometry, Platform, Presence, platform_for
+
+PCI = re.compile(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
+
+
+class PlatformConformance:
+    """Hooks first; a platform's own test module overrides the first three at least."""
+
+    def make_platform(self) -> Platform:
+        """Make the platform as kvxfer makes it: without arguments."""
+        raise NotImplementedError
+
+    def make_caches(self) -> tuple[dict[str, Any], Geometry]:
+        """Allocate the caches of a small model as vLLM does on this platform, and tell their geometry."""
+        raise NotImplementedError
+
+    def misshapen(self, caches: dict[str, Any]) -> dict[str, Any]:
+        """Return the same layers, one of which has a shape that this platform cannot describe."""
+        raise NotImplementedError
+
+    def copy_memory(self, target: int, origin: int, length: int) -> None:
+        """Copy bytes between two addresses of this platform's memory."""
+        raise NotImplementedError
+
+    def launch(self, platform: Platform, seconds: float) -> Any:
+        """Launch work that takes ``seconds`` on the device; return a function that tells whether it has finished.
+
+        Skip where the platform's memory never has unfinished work behind it.
+        """
+        pytest.skip("nothing is ever under way in this platform's memory")
+
+    # --- who it is --------------------------------------------------------------------------------------------------
+
+    def test_it_is_installed_and_found_by_its_device_type(self) -> None:
+        platform = self.make_platform()
+        assert type(platform_for(platform.device_type)) is type(platform)
+        assert platform.name
+        caches, _ = self.make_caches()
+        assert {cache.device.type for cache in caches.values()} == {platform.device_type}
+
+    def test_presence_says_why_and_is_cheap(self) -> None:
+        platform = self.make_platform()
+        platform.presence()
+        start = time.process_time()
+        presences = [platform.presence() for _ in range(20)]
+        assert time.process_time() - start < 1.0
+        assert all(isinstance(presence, Presence) and presence.why for presence in presences)
+        assert len(set(presences)) == 1
+
+    def test_the_environment_is_text_and_asking_for_it_sets_nothing(self, monkeypatch) -> None:
+        platform = self.make_platform()
+        before = dict(os.environ)
+        wanted = dict(platform.environment())
+        assert all(isinstance(key, str) and isinstance(value, str) and key for key, value in wanted.items())
+        assert dict(os.environ) == before
+        for key in wanted:
+            monkeypatch.setenv(key, "set by the operator")
+        platform.environment()
+        assert all(os.environ[key] == "set by the operator" for key in wanted)
+
+    # --- where blocks lie -------------------------------------------------------------------------------------------
+
+    def test_every_block_lies_inside_one_registered_span_and_spans_are_disjoint(self) -> None:
+        caches, geometry = self.make_caches()
+        layout = self.make_platform().describe(caches, geometry)
+        spans = sorted(layout.spans)
+        assert all(start + length <= following for (start, length, _), (following, _, _) in itertools.pairwise(spans))
+        for region in layout.regions:
+            for block in range(layout.num_blocks):
+                start = region.base + block * region.block_stride
+                assert any(
+                    device == region.device and at <= start and start + region.block_bytes <= at + length
+                    for at, length, device in spans
+                ), f"block {block} of {region.name} is not registered"
+
+    def test_no_two_blocks_overlap(self) -> None:
+        caches, geometry = self.make_caches()
+        layout = self.make_platform().describe(caches, geometry)
+        pieces = sorted(
+            (region.base + block * region.block_stride, region.block_bytes)
+            for region in layout.regions
+            for block in range(layout.num_blocks)
+        )
+        assert all(start + length <= following for (start, length), (following, _) in itertools.pairwise(pieces))
+
+    def test_blocks_account_for_every_byte_of_the_tensors(self) -> None:
+        caches, geometry = self.make_caches()
+        layout = self.make_platform().describe(caches, geometry)
+        assert layout.num_blocks == geometry.num_blocks
+        assert layout.block_size == geometry.block_size
+        assert (layout.kv_heads, layout.head_dim) == (geometry.kv_heads, geometry.head_dim)
+        assert layout.layers == len(caches)
+        tensors = sum(cache.numel() * cache.element_size() for cache in caches.values())
+        assert layout.block_bytes * layout.num_blocks == tensors
+        assert layout.interior
+        assert layout.memory in ("DRAM", "VRAM")
+
+    def test_a_description_does_not_depend_on_when_or_by_whom_it_is_made(self) -> None:
+        caches, geometry = self.make_caches()
+        first = self.make_platform()
+        assert (
+            first.describe(caches, geometry)
+            == first.describe(caches, geometry)
+            == self.make_platform().describe(caches, geometry)
+        )
+
+    def test_copying_a_block_by_the_description_copies_that_block_of_every_layer_and_nothing_else(self) -> None:
+        caches, geometry = self.make_caches()
+        layout = self.make_platform().describe(caches, geometry)
+        blocks = self.blocks_of(caches)
+        for layer, tensor in enumerate(blocks.values()):
+            for block in range(geometry.num_blocks):
+                tensor[block].fill_(layer * geometry.num_blocks + block + 1)
+        expected = {name: tensor.clone() for name, tensor in blocks.items()}
+        source, target = 1, geometry.num_blocks - 1
+        for tensor in expected.values():
+            tensor[target] = tensor[source]
+        for region in layout.regions:
+            at = region.base + target * region.block_stride
+            self.copy_memory(at, region.base + source * region.block_stride, region.block_bytes)
+        for name, tensor in blocks.items():
+            assert tensor.equal(expected[name]), name
+
+    def blocks_of(self, caches: dict[str, Any]) -> dict[str, Any]:
+        """View each cache with the block as its first dimension; override where it is not."""
+        return caches
+
+    def test_tensors_that_it_does_not_know_are_refused_with_layer_and_shape(self) -> None:
+        caches, geometry = self.make_caches()
+        wrong = self.misshapen(caches)
+        (name,) = [name for name in caches if wrong[name] is not caches[name]]
+        with pytest.raises(PlatformError) as raised:
+            self.make_platform().describe(wrong, geometry)
+        assert name in str(raised.value)
+        assert str(tuple(wrong[name].shape)) in str(raised.value)
+
+    def test_a_number_of_blocks_that_the_tensors_do_not_have_is_refused(self) -> None:
+        caches, geometry = self.make_caches()
+        with pytest.raises(PlatformError, match=str(geometry.num_blocks + 1)):
+            self.make_platform().describe(caches, dataclasses.replace(geometry, num_blocks=geometry.num_blocks + 1))
+
+    # --- where it is attached ---------------------------------------------------------------------------------------
+
+    def test_rails_are_named_only_for_what_is_attached_to_pci(self) -> None:
+        platform = self.make_platform()
+        caches, geometry = self.make_caches()
+        for device in {region.device for region in platform.describe(caches, geometry).regions}:
+            address, rails = platform.pci_address(device), platform.local_rails(device)
+            assert address is None or PCI.fullmatch(address)
+            assert rails is None or all(isinstance(rail, str) and rail for rail in rails)
+            if address is None:
+                assert rails is None, "local to what?"
+
+    def test_background_cpus_are_cpus_of_this_machine(self) -> None:
+        cpus = self.make_platform().background_cpus()
+        assert cpus is None or (cpus and set(cpus) <= set(range(os.cpu_count() or 1)))
+
+    # --- fences -----------------------------------------------------------------------------------------------------
+
+    def test_a_fence_passes_by_itself_and_stays_passed(self) -> None:
+        fence = self.make_platform().fence()
+        deadline = time.monotonic() + 30.0
+        while not fence.done():
+            assert time.monotonic() < deadline, "a fence behind no work never passes"
+            time.sleep(0.001)
+        assert all(fence.done() for _ in range(100))
+
+    def test_a_fence_does_not_pass_before_the_work_that_was_launched_before_it(self) -> None:
+        platform = self.make_platform()
+        finished = self.launch(platform, 0.1)
+        fence = platform.fence()
+        assert not fence.done(), "the hook's work was over at once: nothing is tested"
+        deadline = time.monotonic() + 30.0
+        while not (passed := fence.done()):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        assert passed
+        assert finished()
+
+    def test_recording_a_fence_does_not_wait_for_work(self) -> None:
+        platform = self.make_platform()
+        finished = self.launch(platform, 1.0)
+        platform.fence()
+        assert not finished(), "fence() waited"

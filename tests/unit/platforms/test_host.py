@@ -1,0 +1,133 @@
+"""The host platform passes the suite, in its plain and in its late mode; and what is its own."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+
+import pytest
+
+from kvxfer.errors import ConfigError, PlatformError
+from kvxfer.platform import Geometry
+from kvxfer_host import HostPlatform
+from kvxfer_host.platform import FENCE_DELAY
+from kvxfer_host.stream import LateStream
+
+pytest.register_assert_rewrite("tests.unit.platforms.conformance")
+from tests.unit.platforms.conformance import PlatformConformance  # noqa: E402
+
+torch = pytest.importorskip("torch")
+
+BLOCKS, BLOCK_SIZE, HEADS, DIM = 6, 32, 2, 16
+
+
+class TestHost(PlatformConformance):
+    def make_platform(self) -> HostPlatform:
+        return HostPlatform()
+
+    def make_caches(self):
+        """vLLM 0.29's CPU backend: [blocks, heads, tokens, 2 × head size] a layer, each in a storage of its own."""
+        shape = (BLOCKS, HEADS, BLOCK_SIZE, 2 * DIM)
+        caches = {f"model.layers.{i}.attn": torch.zeros(shape, dtype=torch.bfloat16) for i in range(3)}
+        return caches, Geometry(BLOCK_SIZE, BLOCKS, HEADS, DIM, "auto", ("CPU_ATTN",))
+
+    def misshapen(self, caches):
+        shape = (BLOCKS + 1, HEADS, BLOCK_SIZE, 2 * DIM)
+        return {**caches, "model.layers.1.attn": torch.zeros(shape, dtype=torch.bfloat16)}
+
+    def copy_memory(self, target, origin, length) -> None:
+        ctypes.memmove(target, origin, length)
+
+
+class TestHostWithOneStorage(TestHost):
+    """All layers are views of one storage, strided so that a block of all layers is one run."""
+
+    def make_caches(self):
+        _, geometry = super().make_caches()
+        whole = torch.zeros((BLOCKS, 3, HEADS, BLOCK_SIZE, 2 * DIM), dtype=torch.bfloat16)
+        return {f"model.layers.{i}.attn": whole[:, i] for i in range(3)}, geometry
+
+    def test_one_storage_is_registered_once(self) -> None:
+        caches, geometry = self.make_caches()
+        assert len(self.make_platform().describe(caches, geometry).spans) == 1
+
+
+class TestLateHost(TestHost):
+    """The test mode: work and fences pass late."""
+
+    def make_platform(self) -> HostPlatform:
+        return HostPlatform(fence_delay=0.05)
+
+    def launch(self, platform, seconds):
+        done = threading.Event()
+        platform.stream.launch(lambda: (time.sleep(seconds), done.set()))
+        return done.is_set
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda t: t.transpose(1, 2), "not one run"),
+        (lambda t: t[:, :1], "not all of one run"),
+        (lambda t: t.reshape(-1), "no dimensions"),
+    ],
+)
+def test_a_block_that_is_not_one_run_of_memory_is_refused_with_its_strides(change, what) -> None:
+    caches, geometry = TestHost().make_caches()
+    wrong = change(torch.zeros((BLOCKS, HEADS, BLOCK_SIZE, 2 * DIM), dtype=torch.bfloat16))
+    if what == "not all of one run":
+        wrong = torch.zeros((BLOCKS, HEADS, 2, BLOCK_SIZE), dtype=torch.bfloat16)[:, :, 0]
+    with pytest.raises(PlatformError) as raised:
+        HostPlatform().describe({**caches, "odd": wrong}, geometry)
+    assert "layer odd" in str(raised.value)
+    assert str(tuple(wrong.stride())) in str(raised.value)
+
+
+def test_layers_of_different_element_types_are_refused() -> None:
+    caches, geometry = TestHost().make_caches()
+    with pytest.raises(PlatformError, match=r"element types \['bfloat16', 'float32'\]"):
+        HostPlatform().describe({**caches, "odd": torch.zeros(BLOCKS, 4)}, geometry)
+
+
+def test_the_interior_names_the_attention_backend() -> None:
+    caches, geometry = TestHost().make_caches()
+    assert HostPlatform().describe(caches, geometry).interior.startswith("host:CPU_ATTN")
+
+
+@pytest.mark.parametrize("text", ["x", "-1", "nan", "inf", "61", "1s"])
+def test_a_delay_that_is_none_is_refused_with_its_name_and_value(monkeypatch, text) -> None:
+    monkeypatch.setenv(FENCE_DELAY, text)
+    with pytest.raises(
+        ConfigError, match=rf"KVXFER_HOST_FENCE_DELAY='{text}' must be a number of seconds from 0 to 60"
+    ):
+        HostPlatform()
+
+
+@pytest.mark.parametrize(("text", "delay"), [(None, None), ("0", None), ("0.25", 0.25), ("60", 60.0)])
+def test_the_environment_turns_the_late_mode_on(monkeypatch, text, delay) -> None:
+    monkeypatch.delenv(FENCE_DELAY, raising=False)
+    if text is not None:
+        monkeypatch.setenv(FENCE_DELAY, text)
+    stream = HostPlatform().stream
+    assert (None if stream is None else stream.delay) == delay
+
+
+def test_late_work_runs_in_order_and_not_early() -> None:
+    stream, ran, start = LateStream(0.05), [], time.monotonic()
+    for i in range(5):
+        stream.launch(lambda i=i: ran.append((i, time.monotonic())))
+    fence = stream.fence()
+    assert not fence.done()
+    assert fence.wait(10.0)
+    assert [i for i, _ in ran] == list(range(5))
+    assert ran[0][1] - start >= 0.05
+
+
+def test_an_efa_device_leaves_libfabrics_provider_alone(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr("kvxfer_host.platform._EFA_DRIVER", str(tmp_path / "none"))
+    assert HostPlatform().environment() == {"FI_PROVIDER": "tcp"}
+    monkeypatch.setattr("kvxfer_host.platform._EFA_DRIVER", str(tmp_path))
+    assert HostPlatform().environment() == {"FI_PROVIDER": "tcp"}, "the driver is loaded, no device is there"
+    (tmp_path / "0000:00:06.0").mkdir()
+    assert HostPlatform().environment() == {}

@@ -1,0 +1,110 @@
+"""Settings are read once, and everything that is wrong with them is said at once."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from kvxfer.config import UPSTREAM_IGNORED, Settings, settings_from
+from kvxfer.errors import ConfigError
+
+
+def refused(extra, environment=None) -> str:
+    with pytest.raises(ConfigError) as raised:
+        settings_from(extra, environment or {})
+    return str(raised.value)
+
+
+def test_the_defaults_are_sound() -> None:
+    assert settings_from({}, {}) == (Settings(), [])
+
+
+def test_every_setting_reaches_its_place() -> None:
+    extra = {
+        "backend": "UCX",
+        "backend_options": {"a": "b"},
+        "control_host": "::1",
+        "control_port": 7000,
+        "advertise_host": "host",
+        "model_id": "m",
+        "stream": False,
+        "leg_timeout": 11,
+        "pull_lease": 12.5,
+        "connect_timeout": 3.0,
+        "heartbeat_interval": 0.5,
+        "peer_timeout": 6.0,
+        "post_lease": 3.0,
+        "drain_bound": 1.0,
+        "poll_interval": 0.001,
+        "record_capacity": 5,
+    }
+    assert set(extra) == set(Settings.__struct_fields__), "a setting is not tested"
+    settings, _ = settings_from(extra, {})
+    assert msgspec.to_builtins(settings) == extra
+    assert (settings.timing.interval, settings.timing.timeout, settings.timing.lease) == (0.5, 6.0, 3.0)
+
+
+def test_upstreams_keys_are_accepted_and_named() -> None:
+    settings, ignored = settings_from(dict.fromkeys(UPSTREAM_IGNORED, 1) | {"backends": ["UCX"]}, {})
+    assert settings.backend == "UCX"
+    assert set(ignored) == UPSTREAM_IGNORED
+
+
+def test_our_backend_wins_over_upstreams_in_either_order() -> None:
+    for extra in ({"backend": "LIBFABRIC", "backends": ["UCX"]}, {"backends": ["UCX"], "backend": "LIBFABRIC"}):
+        assert settings_from(extra, {})[0].backend == "LIBFABRIC"
+
+
+def test_the_address_falls_back_to_upstreams_environment_and_is_overridden_by_ours() -> None:
+    environment = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "10.0.0.7", "VLLM_NIXL_SIDE_CHANNEL_PORT": "5700"}
+    settings, _ = settings_from({}, environment)
+    assert (settings.control_host, settings.control_port) == ("10.0.0.7", 5700)
+    settings, _ = settings_from({"control_host": "h", "control_port": 1}, environment)
+    assert (settings.control_host, settings.control_port) == ("h", 1)
+
+
+def test_the_process_environment_is_the_default(monkeypatch) -> None:
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", "5701")
+    assert settings_from({})[0].control_port == 5701
+
+
+@pytest.mark.parametrize(
+    ("extra", "text"),
+    [
+        ({"leg_timout": 1}, "'leg_timout' is not a setting; did you mean 'leg_timeout'?"),
+        ({"zzz": 1}, "'zzz' is not a setting, see docs/settings.md"),
+        ({"backends": "UCX"}, "backends='UCX' must be a list of one NIXL backend"),
+        ({"backends": ["UCX", "GDS"]}, "must be a list of one NIXL backend"),
+        ({"backends": [5]}, "$.backend"),
+        ({"backend": "POSIX"}, "backend='POSIX' must be LIBFABRIC or UCX"),
+        ({"stream": "yes"}, "$.stream"),
+        ({"control_port": 0}, "control_port=0 must be from 1 to 65535"),
+        ({"control_port": 65536}, "control_port=65536"),
+        ({"control_port": "5600"}, "$.control_port"),
+        ({"leg_timeout": 0}, "leg_timeout=0 must be above 0"),
+        ({"leg_timeout": float("nan")}, "leg_timeout=nan must be above 0"),
+        ({"connect_timeout": -1.0}, "connect_timeout=-1 must be above 0"),
+        ({"drain_bound": 0.0}, "drain_bound=0"),
+        ({"poll_interval": 0.0}, "poll_interval=0"),
+        ({"pull_lease": 0.0}, "pull_lease=0"),
+        ({"pull_lease": 0.5}, "pull_lease=0.5 must be above 1"),
+        ({"record_capacity": 0}, "record_capacity=0 must be at least 1"),
+        ({"heartbeat_interval": 0}, "heartbeat_interval=0 must be above 0"),
+        ({"heartbeat_interval": 3.0}, "post_lease=4"),
+        ({"peer_timeout": 1.0}, "peer_timeout=1"),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_value(extra, text) -> None:
+    message = refused(extra)
+    assert message.startswith("kv_connector_extra_config: ")
+    assert text in message
+
+
+def test_a_port_in_the_environment_that_is_none_is_named() -> None:
+    assert "VLLM_NIXL_SIDE_CHANNEL_PORT='http' is not a port" in refused({}, {"VLLM_NIXL_SIDE_CHANNEL_PORT": "http"})
+
+
+def test_all_problems_of_all_kinds_are_told_at_once() -> None:
+    message = refused({"nonsense": 1, "stream": "yes", "backend_options": 5, "leg_timeout": -1, "record_capacity": 0})
+    for part in ("'nonsense'", "$.stream", "$.backend_options", "leg_timeout=-1", "record_capacity=0"):
+        assert part in message
