@@ -4,7 +4,7 @@ The kv_transfer_params of a request name one address, the engine's; its schedule
 its worker ranks. The sessions are then opened with each rank. Nothing about a handoff is sent before all are open, so when
 an address is wrong, or a rank refuses, a request fails at once and nothing can have been written for it.
 
-No sockets here: ``control`` carries out ``ask``, ``greet`` and ``close``.
+No sockets here: the switchboard carries out ``ask`` and ``greet``.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ RETRY = 0.2
 """Seconds between asking an engine whose ranks have not all started."""
 
 
-class Wires(Protocol):
-    """What a dialer needs done with sockets."""
+class Caller(Protocol):
+    """What a dialer needs done."""
 
     def ask(self, address: EngineAddress) -> None:
         """Send WhoIs to an engine's control address."""
 
-    def greet(self, address: EngineAddress, rank: RankId, host: str, port: int) -> None:
+    def greet(self, address: EngineAddress, rank: RankId, host: str, port: int, now: float) -> None:
         """Send Hello to a rank's address."""
 
     def is_open(self, rank: RankId) -> bool:
@@ -62,7 +62,7 @@ class Outcome:
 class Dialer:
     """The calls under way. Every method returns the calls that ended by it."""
 
-    def __init__(self, wires: Wires, timeout: float) -> None:
+    def __init__(self, wires: Caller, timeout: float) -> None:
         self.timeout = timeout
         self._wires = wires
         self._calls: dict[EngineAddress, _Call] = {}
@@ -94,7 +94,7 @@ class Dialer:
                 call.open.add(rank)
             else:
                 host = address.host if where.host in _WILDCARDS else where.host
-                self._wires.greet(address, rank, host, where.port)
+                self._wires.greet(address, rank, host, where.port, now)
         yield from self._check(call)
 
     def opened(self, rank: RankId) -> Iterator[Outcome]:

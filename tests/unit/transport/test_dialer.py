@@ -22,7 +22,7 @@ class Wires:
     def ask(self, address) -> None:
         self.asked.append(address)
 
-    def greet(self, address, rank, host, port) -> None:
+    def greet(self, address, rank, host, port, now) -> None:
         self.greeted.append((rank, host, port))
 
     def is_open(self, rank) -> bool:
