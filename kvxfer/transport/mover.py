@@ -74,7 +74,7 @@ class Mover(threading.Thread):
     """Owns ``agent`` (made by ``make_agent`` in this thread) and moves what the two machines want moved.
 
     ``send`` hands a message to the control thread, ``connect`` asks it for an engine's ranks; both return at once.
-    ``start_and_wait`` raises what went wrong in making the agent or registering the cache.
+    ``start_and_wait`` raises what went wrong in making the agent or registering the cache. ``clock`` is the time that counts.
     """
 
     def __init__(
@@ -86,6 +86,7 @@ class Mover(threading.Thread):
         send: Callable[[RankId, messages.Message], None],
         connect: Callable[[cmd.EngineAddress], None],
         cpus: Collection[int] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(name=f"kvxfer-mover-{rank.rank}", daemon=True)
         self.rank = rank
@@ -107,6 +108,7 @@ class Mover(threading.Thread):
         self._make_agent = make_agent
         self._send = send
         self._cpus = cpus
+        self._clock = clock
         self._mailbox: queue.SimpleQueue[cmd.Command] = queue.SimpleQueue()
         self._ready = threading.Event()
         self._start_error: BaseException | None = None
@@ -146,23 +148,30 @@ class Mover(threading.Thread):
         """Make the agent, then turn rounds until stopped."""
         run_on(self._cpus)
         try:
-            self._agent = self._make_agent()
-            self._agent.register(self.layout.spans, self.layout.memory)
-            self.agent_metadata = self._agent.metadata()
+            self.prepare()
         except BaseException as error:  # noqa: BLE001 - raised again in the thread that started us
             self._start_error = error
             return
         finally:
             self._ready.set()
         try:
-            while self._round():
+            while self.turn(self._wait_time()):
                 pass
         finally:
             self._agent.close()
 
-    def _round(self) -> bool:
-        """Observe, handle the mailbox, act. Returns False when stopped."""
-        first = self._take(self._wait_time())
+    def prepare(self) -> None:
+        """Make the agent and register the cache."""
+        self._agent = self._make_agent()
+        self._agent.register(self.layout.spans, self.layout.memory)
+        self.agent_metadata = self._agent.metadata()
+
+    def turn(self, wait: float | None = 0.0) -> bool:
+        """Wait for a command (None: as long as it takes), observe, handle the mailbox, act. Returns False when stopped.
+
+        The thread does nothing but this; a simulation calls it, and ``prepare``, instead of starting the thread.
+        """
+        first = self._take(wait)
         terminal = self._observe()
         notifications = self._listen()
         if first is not None and not self._handle_all(first):
@@ -170,7 +179,7 @@ class Mover(threading.Thread):
         while (command := self._take(0.0)) is not None:
             if not self._handle_all(command):
                 return False
-        now = time.monotonic()
+        now = self._clock()
         self._act_on_fences(now)
         for one, failed in terminal:
             self._guarded(self._act_on_terminal, one, failed, now)
@@ -232,7 +241,7 @@ class Mover(threading.Thread):
     # --- commands ---------------------------------------------------------------------------------------------------
 
     def _handle(self, command: cmd.Command) -> None:
-        now = time.monotonic()
+        now = self._clock()
         match command:
             case cmd.Inbound(frm, message):
                 self._run(self._dispatch(frm, message, now))
@@ -390,7 +399,7 @@ class Mover(threading.Thread):
         if side == "sink":
             self._openings.closed(action.handoff)
         # Recorded first: whoever sees the engine's answer may look at the record.
-        self.records.end(side, action.handoff, "done" if outcome == "open" else outcome, reason, time.monotonic())
+        self.records.end(side, action.handoff, "done" if outcome == "open" else outcome, reason, self._clock())
         self.results.append(action)
 
     def _note(self, note: Note) -> None:
@@ -399,7 +408,7 @@ class Mover(threading.Thread):
         record = self.records.get(note.side, note.handoff)
         if record is None:
             return
-        now, times = time.monotonic(), record.times
+        now, times = self._clock(), record.times
         match note.what:
             case "expected" | "registered" | "sealed":
                 if getattr(times, note.what) is None:
@@ -414,7 +423,7 @@ class Mover(threading.Thread):
                 self.records.end("source", note.handoff, "expired", note.detail, now)
 
     def _post_transfer(self, action: PostWrite | PostRead) -> None:
-        now = time.monotonic()
+        now = self._clock()
         write = isinstance(action, PostWrite)
         side, peer = ("source", action.to) if isinstance(action, PostWrite) else ("sink", action.frm)
         try:
