@@ -459,6 +459,7 @@ class Source:
                 self._close(one, Event.CLOSE)
             elif one.prompt_tokens:
                 self._close(one, Event.CLOSE)
+                yield Note("source", one.id, "closed", one.reason)
             # else: the prefill leg of a handoff that nobody wants is still to come; it is kept until its deadline
 
     def _post(self, one: _Handoff, sink: _Sink, now: float) -> Iterator[Action]:

@@ -419,8 +419,8 @@ class Mover(threading.Thread):
                 record.reason = note.detail
                 if note.detail != "done":
                     record.outcome = note.what
-            case "expired":
-                self.records.end("source", note.handoff, "expired", note.detail, now)
+            case "expired" | "closed":  # ended, and the engine was owed nothing
+                self.records.end("source", note.handoff, note.what, note.detail, now)
 
     def _post_transfer(self, action: PostWrite | PostRead) -> None:
         now = self._clock()

@@ -66,6 +66,11 @@ class Pair:
     def records(self, engine: engines.Engine, last: int = 1000) -> list[HandoffRecord]:
         return fetch_records(engine.control_host, engine.control_port, last=last).records
 
+    def record(self, engine: engines.Engine, leg: dict[str, Any]) -> HandoffRecord:
+        """The record of a leg that was sent by hand."""
+        transfer = leg["kv_transfer_params"]["transfer_id"]
+        return next(record for record in self.records(engine) if record.handoff == transfer)
+
     async def usage(self, engine: engines.Engine) -> float:
         async with Client(engine.url) as client:
             for line in (await client.metrics()).splitlines():

@@ -309,3 +309,15 @@ def test_records_are_readable_from_outside(ranks) -> None:
     (record,) = fetch_records("127.0.0.1", d.control.port).records
     times = record.times
     assert times.expected <= times.allocated <= times.registered <= times.notified <= times.released
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_every_record_is_closed(ranks, held) -> None:
+    """Also that of a request which ended without blocks, for which the engine is owed nothing."""
+    p = ranks("p", TwinFabric())
+    p.begin(started=[cmd.SourceStart(H, "p1", 8, 0.0)])
+    p.begin(finished=[cmd.SourceFinish("p1", "prefill ended with FINISHED_ABORTED", held=held)])
+    wait_until(lambda: any(r.outcome != "open" for r in p.mover.records.last(9)), what="the end of the record")
+    record = p.record("source", H)
+    assert "FINISHED_ABORTED" in record.reason
+    assert record.times.released is not None
