@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # All checks: lint, format, types, then the tests (unit, contract, integration, e2e), in an environment that it makes by itself.
 #
-#   scripts/test.sh [--fast] [--vllm032] [arguments for pytest]
+#   scripts/test.sh [--fast] [--slow] [--vllm032] [arguments for pytest]
 #
 #   --fast     without e2e, which starts real vLLM engines
+#   --slow     with the tests marked slow too
 #   --vllm032  with the contract tests and e2e on vLLM 0.32.0 too, in a second environment
 #
 # What pytest gets instead of its usual directories: scripts/test.sh tests/unit/protocol -x
@@ -16,11 +17,12 @@ here=$PWD
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 root=$PWD
 
-fast=0 vllm032=0 paths=0
+fast=0 slow=0 vllm032=0 paths=0
 arguments=()
 for argument in "$@"; do
     case $argument in
     --fast) fast=1 ;;
+    --slow) slow=1 ;;
     --vllm032) vllm032=1 ;;
     *)
         [[ $argument == -* || ! -e ${argument%%::*} ]] || paths=1
@@ -38,9 +40,10 @@ export PATH="$venv/bin:$PATH"
 case $fast$vllm032 in
 00) marks='not vllm032' ;;
 10) marks='not e2e and not vllm032' ;;
-01) marks='' ;;
-11) marks='not e2e or vllm032' ;;
+01) marks='not never' ;;
+11) marks='(not e2e or vllm032)' ;;
 esac
+((slow)) || marks+=' and not slow'
 
 if ((vllm032)); then
     venv032=${KVXFER_VENV032:-$root/.venv-vllm032}

@@ -50,7 +50,7 @@ async def free(pair: Pair, engine: engines.Engine) -> None:
         await asyncio.sleep(0.2)
 
 
-@pytest.mark.parametrize("mode", ["push", "pull"])
+@pytest.mark.parametrize("mode", ["push", pytest.param("pull", marks=pytest.mark.slow)])
 def test_either_engine_dies_and_comes_back(mode: str, bench_model, tmp_path) -> None:
     prefill, decode = engines.pair_specs(
         mode, bench_model, python=PYTHON, num_blocks=260, max_model_len=4096, max_num_batched_tokens=256
