@@ -37,13 +37,10 @@ export KVXFER_VENV=$venv
 scripts/setup_env.sh
 export PATH="$venv/bin:$PATH"
 
-case $fast$vllm032 in
-00) marks='not vllm032' ;;
-10) marks='not e2e and not vllm032' ;;
-01) marks='not never' ;;
-11) marks='(not e2e or vllm032)' ;;
-esac
-((slow)) || marks+=' and not slow'
+marks='(slow or not slow)'
+((slow)) || marks='not slow'
+((vllm032)) || marks+=' and not vllm032'
+((fast == 0)) || marks+=' and (not e2e or vllm032)'
 
 if ((vllm032)); then
     venv032=${KVXFER_VENV032:-$root/.venv-vllm032}
