@@ -53,6 +53,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Push chunks while prefill still computes; false waits for the whole prompt."""
     leg_timeout: float = 30.0
     """How long either side waits for the other leg of a handoff that has not shown itself at all."""
+    hold_limit: float = 120.0
+    """How long prefill keeps a finished prompt for a decode leg that queues and has no blocks yet."""
     pull_lease: float = 30.0
     """How long prefill keeps blocks for a reader that has asked; renewed while it reads."""
     connect_timeout: float = 5.0
@@ -132,7 +134,7 @@ def _ranges(settings: Settings) -> list[str]:
         found.append(f"backend={settings.backend!r} must be LIBFABRIC or UCX")
     if not 0 < settings.control_port < 65536:  # noqa: PLR2004
         found.append(f"control_port={settings.control_port} must be from 1 to 65535")
-    for name in ("leg_timeout", "connect_timeout", "drain_bound", "poll_interval"):
+    for name in ("leg_timeout", "hold_limit", "connect_timeout", "drain_bound", "poll_interval"):
         if not getattr(settings, name) > 0:  # so that NaN is caught, too
             found.append(f"{name}={getattr(settings, name):g} must be above 0")
     if not settings.pull_lease > 1:

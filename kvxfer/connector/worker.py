@@ -74,6 +74,7 @@ class WorkerHalf:
                 stream=settings.stream,
                 leg_timeout=settings.leg_timeout,
                 pull_lease=settings.pull_lease,
+                hold_limit=settings.hold_limit,
                 drain_bound=settings.drain_bound,
                 poll=settings.poll_interval,
                 records=settings.record_capacity,

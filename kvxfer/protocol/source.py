@@ -22,6 +22,7 @@ A handoff that ended is remembered for a while, so that a late or doubled messag
 from __future__ import annotations
 
 import itertools
+import math
 from array import array
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -119,6 +120,7 @@ class _Handoff:
     id: HandoffId
     state: State
     deadline: float  # of the leg that has not come
+    hold_until: float = math.inf  # however often the sink announces itself
     request_id: str | None = None
     prompt_tokens: int = 0
     generation: int = 0
@@ -142,6 +144,9 @@ class Source:
         Seconds to wait for the leg of a handoff that has not shown itself (prefill or decode).
     lease
         Seconds for which a Grant (pull) promises that the blocks stay.
+    hold_limit
+        Seconds for which a finished prompt is kept for a sink that announces itself and does not register. Two engines whose
+        caches are full of handoffs that wait for each other would otherwise wait for ever.
     drain_bound
         Seconds after which nothing of a write that failed, or could not be posted, can land any more.
     memory
@@ -155,6 +160,7 @@ class Source:
         stream: bool = True,
         leg_timeout: float = 30.0,
         lease: float = 30.0,
+        hold_limit: float = 120.0,
         drain_bound: float = 2.0,
         memory: int = 4096,
     ) -> None:
@@ -162,6 +168,7 @@ class Source:
         self.stream = stream
         self.leg_timeout = leg_timeout
         self.lease = lease
+        self.hold_limit = hold_limit
         self.drain_bound = drain_bound
         self._memory = memory
         self._handoffs: dict[HandoffId, _Handoff] = {}
@@ -207,7 +214,8 @@ class Source:
         yield Note("source", one.id, "chunk", str(one.final))
         if one.final == one.prompt_tokens and one.state in (State.COMPUTING, State.SERVED):
             self._step(one, Event.COMPLETE)
-            one.deadline = max(one.deadline, now + self.leg_timeout)
+            one.hold_until = now + self.hold_limit
+            one.deadline = min(max(one.deadline, now + self.leg_timeout), one.hold_until)
             yield Note("source", one.id, "final")
         yield from self._advance(one, now)
 
@@ -218,7 +226,7 @@ class Source:
             return
         self._step(one, Event.PREEMPT)
         one.generation += 1
-        one.final = 0
+        one.final, one.hold_until = 0, math.inf
         one.blocks = array("i")
         if one.sink is not None:
             one.sink.posted, one.sink.written = IntervalSet(), IntervalSet()
@@ -256,11 +264,11 @@ class Source:
     # --- events from the sink's rank --------------------------------------------------------------------------------
 
     def expect(self, frm: RankId, message: Expect, now: float) -> Iterator[Action]:
-        """Handle Expect: keep the handoff alive for ``ttl`` more seconds."""
+        """Handle Expect: keep the handoff alive for ``ttl`` more seconds, but held blocks no longer than the hold limit."""
         del frm
         one = self._known(message.handoff, now)
         if one is not None:
-            one.deadline = max(one.deadline, now + message.ttl)
+            one.deadline = max(one.deadline, min(now + message.ttl, one.hold_until))
             yield Note("source", message.handoff, "expected")
 
     def register(self, frm: RankId, message: Register, now: float) -> Iterator[Action]:
@@ -506,7 +514,10 @@ class Source:
 
     def _expire(self, one: _Handoff, now: float) -> Iterator[Action]:
         if one.state is State.FINAL:
-            yield from self._serve(one, Event.EXPIRE, f"no decode request came for {self.leg_timeout:g} s", tell=False)
+            reason = f"no decode request came for {self.leg_timeout:g} s"
+            if one.hold_until <= now:
+                reason = f"decode had no blocks for the request within {self.hold_limit:g} s"
+            yield from self._serve(one, Event.EXPIRE, reason, tell=False)
             yield from self._advance(one, now)
             return
         if one.state is State.EXPECTED and one.sink is not None:

@@ -54,6 +54,7 @@ class MoverSettings:
     stream: bool = True
     leg_timeout: float = 30.0
     pull_lease: float = 30.0
+    hold_limit: float = 120.0
     drain_bound: float = 2.0
     poll: float = 0.0003
     records: int = 1024
@@ -97,6 +98,7 @@ class Mover(threading.Thread):
             stream=settings.stream,
             leg_timeout=settings.leg_timeout,
             lease=settings.pull_lease,
+            hold_limit=settings.hold_limit,
             drain_bound=settings.drain_bound,
         )
         self.sink = Sink(layout.block_size, drain_bound=settings.drain_bound, renew_after=settings.pull_lease / 4)

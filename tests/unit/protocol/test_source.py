@@ -657,3 +657,30 @@ def test_a_pull_lease_that_is_not_renewed_frees_the_blocks_and_a_late_renewal_is
     assert sent(actions) == []
     (failed,) = sent(rig.register(mode="pull"), Failed)
     assert failed.reason == "the handoff is over: the pull's lease ended and was not renewed"
+
+
+def test_a_sink_that_only_announces_itself_cannot_hold_the_blocks_for_ever() -> None:
+    """Two engines whose caches are full of handoffs that wait for each other must come free again."""
+    rig = Rig(hold_limit=100.0)
+    rig.start()
+    for _ in range(20):  # while prefill computes, waiting costs nothing
+        rig.do("expect", SCHEDULER, Expect(H, 30.0))
+        assert rig.wait(20.0) == []
+    rig.complete()
+    rig.finish()
+    for _ in range(5):
+        rig.do("expect", SCHEDULER, Expect(H, 30.0))
+        assert not [a for a in rig.wait(19.0) if isinstance(a, SourceFinished)]
+    rig.do("expect", SCHEDULER, Expect(H, 30.0))
+    ended = rig.wait(6.0)
+    assert [a for a in ended if isinstance(a, SourceFinished)] == [SourceFinished(H, "r1")]
+    assert "had no blocks for the request within 100 s" in str(ended)
+
+
+def test_a_registration_ends_the_hold_limit() -> None:
+    rig = Rig(hold_limit=50.0, leased=False)
+    rig.start()
+    rig.complete()
+    rig.finish()
+    rig.register()
+    assert not [a for a in rig.wait(500.0) if isinstance(a, SourceFinished)]
