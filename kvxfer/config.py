@@ -55,7 +55,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """How long either side waits for the other leg of a handoff that has not shown itself at all."""
     hold_limit: float = 120.0
     """How long prefill keeps a finished prompt for a decode leg that queues and has no blocks yet."""
-    pull_lease: float = 30.0
+    pull_lease: float = 10.0
     """How long prefill keeps blocks for a reader that has asked; renewed while it reads."""
     connect_timeout: float = 5.0
     """How long connecting to an engine may take before the request fails."""

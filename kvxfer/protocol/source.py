@@ -333,6 +333,8 @@ class Source:
         """Note that a sink's process died or was replaced: nothing more is posted to it."""
         self._may_post_until.pop(peer, None)
         for one in [h for h in self._handoffs.values() if h.sink is not None and h.sink.rank == peer]:
+            if one.sink is not None and one.sink.granted_until > now and one.state is State.FINAL:
+                continue  # it may only be out of hearing, and still read under the lease that it was granted
             if one.state is not State.SERVED:
                 yield from self._serve(one, Event.SERVE, f"{peer} is gone: {reason}", tell=False)
             yield from self._advance(one, now)

@@ -29,6 +29,7 @@ def test_every_setting_reaches_its_place() -> None:
         "model_id": "m",
         "stream": False,
         "leg_timeout": 11,
+        "hold_limit": 99.0,
         "pull_lease": 12.5,
         "connect_timeout": 3.0,
         "heartbeat_interval": 0.5,

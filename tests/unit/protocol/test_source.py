@@ -684,3 +684,16 @@ def test_a_registration_ends_the_hold_limit() -> None:
     rig.finish()
     rig.register()
     assert not [a for a in rig.wait(500.0) if isinstance(a, SourceFinished)]
+
+
+def test_a_reader_that_is_out_of_hearing_keeps_what_its_lease_promises() -> None:
+    """The session is lost on this side alone: the reader may still be reading, and would take what it reads for valid."""
+    rig = Rig()
+    rig.start()
+    rig.complete()
+    rig.finish()
+    rig.register(mode="pull")
+    assert finished(rig.do("peer_lost", D, "silent")) == []
+    assert rig.source.serving()
+    assert finished(rig.wait(9.9)) == []
+    assert finished(rig.wait(0.2)) == ["r1"]
