@@ -7,7 +7,7 @@ prefix cache has it all, or the request was aborted or rejected before it had bl
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvxfer.protocol.messages import Expect, Message, Release
@@ -21,8 +21,11 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Expected:
+    """A handoff that requests of this engine queue for: more than one only when a client repeats an id."""
+
     address: EngineAddress
     next_at: float
+    requests: set[str] = field(default_factory=set)
 
 
 class Announcer:
@@ -35,17 +38,17 @@ class Announcer:
         self._ranks: dict[EngineAddress, tuple[RankId, ...]] = {}
         self._waiting: dict[EngineAddress, list[Message]] = {}
 
-    def expect(self, handoff: HandoffId, address: EngineAddress) -> None:
+    def expect(self, handoff: HandoffId, request_id: str, address: EngineAddress) -> None:
         """Tell prefill, and go on telling, that a decode leg exists."""
-        self._control.call(lambda now: self._expect(handoff, address, now))
+        self._control.call(lambda now: self._expect(handoff, request_id, address, now))
 
-    def settle(self, handoff: HandoffId) -> None:
-        """Stop telling: the worker's registration speaks for itself now."""
-        self._control.call(lambda _now: self._forget(handoff))
+    def settle(self, handoff: HandoffId, request_id: str) -> None:
+        """Stop telling for this request: the worker's registration speaks for itself now."""
+        self._control.call(lambda _now: self._forget(handoff, request_id))
 
-    def release(self, handoff: HandoffId, address: EngineAddress, reason: str) -> None:
-        """Tell prefill that nothing is wanted."""
-        self._control.call(lambda _now: self._release(handoff, address, reason))
+    def release(self, handoff: HandoffId, request_id: str, address: EngineAddress, reason: str) -> None:
+        """Tell prefill that nothing is wanted, unless another request here still queues for the same handoff."""
+        self._control.call(lambda _now: self._release(handoff, request_id, address, reason))
 
     # --- in the control thread --------------------------------------------------------------------------------------
 
@@ -70,16 +73,25 @@ class Announcer:
                 one.next_at = now + self._ttl / 3
                 self._send(one.address, Expect(handoff, self._ttl))
 
-    def _expect(self, handoff: HandoffId, address: EngineAddress, now: float) -> None:
-        self._expected[handoff] = _Expected(address, now + self._ttl / 3)
+    def _expect(self, handoff: HandoffId, request_id: str, address: EngineAddress, now: float) -> None:
+        one = self._expected.setdefault(handoff, _Expected(address, 0.0))
+        one.requests.add(request_id)
+        one.next_at = now + self._ttl / 3
         self._send(address, Expect(handoff, self._ttl))
 
-    def _forget(self, handoff: HandoffId) -> None:
-        self._expected.pop(handoff, None)
+    def _forget(self, handoff: HandoffId, request_id: str) -> bool:
+        """Return whether no request queues for the handoff any more."""
+        one = self._expected.get(handoff)
+        if one is not None:
+            one.requests.discard(request_id)
+            if one.requests:
+                return False
+            del self._expected[handoff]
+        return True
 
-    def _release(self, handoff: HandoffId, address: EngineAddress, reason: str) -> None:
-        self._forget(handoff)
-        self._send(address, Release(handoff, reason))
+    def _release(self, handoff: HandoffId, request_id: str, address: EngineAddress, reason: str) -> None:
+        if self._forget(handoff, request_id):
+            self._send(address, Release(handoff, reason))
 
     def _send(self, address: EngineAddress, message: Message) -> None:
         ranks = self._ranks.get(address)

@@ -9,6 +9,8 @@ Read in the wheels of 0.26.0, 0.29.0 and 0.32.0, run on 0.29.0 and 0.32.0. What 
 
 from __future__ import annotations
 
+import hashlib
+from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +62,37 @@ def scheduled_requests(output: Any) -> Iterator[Scheduled]:
 def preempted_requests(output: Any) -> set[str]:
     """Return the requests that this step preempted."""
     return getattr(output, "preempted_req_ids", None) or set()
+
+
+def prompt_digest(request: Any) -> bytes:
+    """Digest everything that shapes the KV of a request's prompt; empty where it cannot be told.
+
+    Both legs of a handoff must have the same: tokens, LoRA adapter (by name), multimodal inputs (by vLLM's own hashes) and
+    cache salt. About 0.1 ms for 16,000 tokens.
+    """
+    tokens = request.prompt_token_ids
+    if tokens is None or getattr(request, "prompt_embeds", None) is not None:
+        return b""
+    lora = getattr(request, "lora_request", None)
+    shaping = (
+        getattr(lora, "lora_name", None),
+        getattr(request, "cache_salt", None),
+        [feature.identifier for feature in getattr(request, "mm_features", None) or ()],
+    )
+    digest = hashlib.blake2b(array("q", tokens).tobytes(), digest_size=16)
+    digest.update(repr(shaping).encode())
+    return digest.digest()
+
+
+def needs_every_position(request: Any) -> bool:
+    """Tell whether the answer needs a forward over the whole prompt: its log-probabilities were asked for.
+
+    vLLM marks such requests by not reading its own prefix cache for them.
+    """
+    sampling = getattr(request, "sampling_params", None)
+    return bool(
+        getattr(request, "skip_reading_prefix_cache", False) or getattr(sampling, "prompt_logprobs", None) is not None
+    )
 
 
 def geometry(vllm_config: Any, kv_cache_config: Any, layer_names: list[str]) -> Geometry:

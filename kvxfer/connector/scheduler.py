@@ -92,18 +92,25 @@ class SchedulerHalf:
             return
         now = time.monotonic()
         match params:
+            case SinkParams(_, source) if source.engine == self._engine:
+                logger.warning(
+                    "request %s is computed here: it names this very engine as its prefill engine", request_id
+                )
             case SinkParams():
                 self._sinks[request_id] = _Sink(params, now)
-                self._announcer.expect(params.handoff, params.source)
+                self._announcer.expect(params.handoff, request_id, params.source)
             case SourceParams(handoff, probe) if not probe:
                 self._sources[request_id] = _Source(handoff, request.num_prompt_tokens)
-                self._step.started.append(SourceStart(handoff, request_id, request.num_prompt_tokens, now))
+                start = SourceStart(handoff, request_id, request.num_prompt_tokens, now, compat.prompt_digest(request))
+                self._step.started.append(start)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """Offer every prompt position that decode has not cached itself. May be asked again; changes nothing."""
         sink = self._sinks.get(request.request_id)
         if sink is None or sink.state is not _SinkState.NEW:
             return 0, False
+        if compat.needs_every_position(request):
+            return 0, False  # the forward over the prompt is itself a part of the answer
         missing = request.num_prompt_tokens - num_computed_tokens
         if num_computed_tokens > 0 and missing <= self._block_size:
             # All but the last block, which no prefix cache ever holds whole, is here: computing it is quicker than waiting.
@@ -118,17 +125,18 @@ class SchedulerHalf:
         handoff, source = sink.params.handoff, sink.params.source
         if num_external_tokens <= 0:
             sink.state = _SinkState.DONE
-            self._announcer.release(handoff, source, "decode has the prompt in its prefix cache")
+            self._announcer.release(handoff, request.request_id, source, "decode computes what it lacks itself")
             return
         end = request.num_prompt_tokens
         start = end - num_external_tokens
         ids = list(blocks.get_block_ids()[0])[start // self._block_size : -(-end // self._block_size)]
         sink.state = _SinkState.OPEN
-        self._announcer.settle(handoff)
+        self._announcer.settle(handoff, request.request_id)
         self._step.opened.append(
             SinkOpen(
                 handoff, request.request_id, source, start, end,
                 self.registered_blocks(request.request_id, array("i", ids)).tobytes(), sink.heard, time.monotonic(),
+                compat.prompt_digest(request),
             )
         )  # fmt: skip
 
@@ -176,9 +184,8 @@ class SchedulerHalf:
         sink = self._sinks.pop(request_id, None)
         if sink is not None:
             if sink.state is _SinkState.NEW:
-                self._announcer.release(
-                    sink.params.handoff, sink.params.source, f"decode gave up: {request.status.name}"
-                )
+                reason = f"decode gave up: {request.status.name}"
+                self._announcer.release(sink.params.handoff, request_id, sink.params.source, reason)
             elif sink.state is _SinkState.OPEN:
                 self._step.cancelled.append(SinkCancel(request_id, f"decode gave up: {request.status.name}"))
             return False, None

@@ -22,6 +22,8 @@ class Send:
 class PostWrite:
     """Write positions [start, end) from the source's blocks into the sink's, notify, and report back under ``transfer``.
 
+    The lease that allows it ends at ``until``: the driver looks at the clock again right before it posts.
+
     ``source_blocks`` and ``sink_blocks`` are packed int32 ids whose first block holds position ``source_first`` and
     ``sink_first`` (multiples of the block sizes).
     """
@@ -37,6 +39,7 @@ class PostWrite:
     source_first: int
     sink_blocks: bytes
     sink_first: int
+    until: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,10 +59,15 @@ class Directory(Message, frozen=True, tag="directory"):
 
 
 class Hello(Message, frozen=True, tag="hello"):
-    """Opens a session. ``card`` is the rank card (see ``kvxfer.layout.card``), empty from a scheduler process."""
+    """Opens a session. ``card`` is the rank card (see ``kvxfer.layout.card``), empty from a scheduler process.
+
+    ``interval`` and ``timeout`` are the sender's, in seconds: two sides that would think each other dead refuse at once.
+    """
 
     card: dict[str, Any]
     sent: float
+    interval: float = 0.0
+    timeout: float = 0.0
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
@@ -72,6 +77,8 @@ class Welcome(Message, frozen=True, tag="welcome"):
     sent: float
     echo: float
     lease: float
+    interval: float = 0.0
+    timeout: float = 0.0
 
 
 class Refused(Message, frozen=True, tag="refused"):
@@ -108,6 +115,8 @@ class Register(Message, frozen=True, tag="register"):
     ``blocks`` covers the span from the block that contains ``start``. In pull mode the same message asks for the source's
     blocks; ``asked`` is when, and sending it again renews the lease that the source's Grant gives.
 
+    ``prompt`` digests everything that shapes the prompt's KV: only a source with an equal one may answer; empty for unknown.
+
     ``again`` marks what was said before. It never begins anything: overtaken by the end of its attempt, it could otherwise
     register blocks that are the engine's again, with a later prefill of the same name.
     """
@@ -120,6 +129,7 @@ class Register(Message, frozen=True, tag="register"):
     blocks: bytes
     asked: float
     again: bool = False
+    prompt: bytes = b""
 
 
 class Grant(Message, frozen=True, tag="grant"):

@@ -76,6 +76,16 @@ class Timing:
             found.append(f"peer_timeout={self.timeout:g} must be above twice heartbeat_interval={self.interval:g}")
         return found
 
+    def clash(self, interval: float, timeout: float) -> str:
+        """Say why a peer with these times cannot be lived with; empty when it can. Zeros are unknown."""
+        for beats, waits in ((interval, self.timeout), (self.interval, timeout)):
+            if beats and waits and waits <= 2 * beats:
+                return (
+                    f"one beats every {beats:g} s, the other gives up after {waits:g} s of silence; "
+                    "set the same heartbeat_interval and peer_timeout on both"
+                )
+        return ""
+
 
 class Peer:
     """One session's liveness and leases. Times are this process's monotonic clock, in seconds."""

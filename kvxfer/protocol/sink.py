@@ -125,6 +125,7 @@ class _Handoff:
     valid_until: float = 0.0
     fence_at: float = 0.0
     sealed_at: float = 0.0
+    prompt: bytes = b""
     reason: str | None = None
 
 
@@ -161,16 +162,27 @@ class Sink:
     # --- events from the engine -------------------------------------------------------------------------------------
 
     def open(
-        self, handoff: HandoffId, request_id: str, mode: str, start: int, end: int, blocks: bytes, now: float
+        self,
+        handoff: HandoffId,
+        request_id: str,
+        mode: str,
+        start: int,
+        end: int,
+        blocks: bytes,
+        now: float,
+        prompt: bytes = b"",
     ) -> Iterator[Action]:
-        """Take over the blocks that shall receive positions [start, end): packed int32 ids, whole blocks."""
+        """Take over the blocks that shall receive positions [start, end): packed int32 ids, whole blocks.
+
+        ``prompt`` digests everything that shapes the prompt's KV; a source with another one refuses.
+        """
         if request_id in self._by_request:
             raise LocalProtocolError(f"request {request_id} opened a second handoff while its first is open")
         if handoff in self._handoffs:
             # Two requests claim one handoff; the second gets nothing, at once: nobody has its blocks.
             yield SinkFinished(handoff, request_id, f"request {self._handoffs[handoff].request_id} has this handoff id")
             return
-        one = _Handoff(handoff, request_id, mode, start, end, blocks, next(self._attempts), asked=now)
+        one = _Handoff(handoff, request_id, mode, start, end, blocks, next(self._attempts), asked=now, prompt=prompt)
         self._handoffs[handoff] = one
         self._by_request[request_id] = handoff
 
@@ -364,7 +376,8 @@ class Sink:
         one.asked = now
         for rank, part in one.parts.items():
             if not part.quiet:
-                yield Send(rank, Register(one.id, one.attempt, one.mode, one.start, one.end, one.blocks, now, again))
+                span = (one.mode, one.start, one.end, one.blocks)
+                yield Send(rank, Register(one.id, one.attempt, *span, now, again, one.prompt))
 
     def _check(self, one: _Handoff) -> Iterator[Action]:
         """Receive the handoff if every rank's sealed generation covers the span."""

@@ -25,19 +25,23 @@ import itertools
 import math
 from array import array
 from collections import OrderedDict
-from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
 from kvxfer.errors import LocalProtocolError, RemoteProtocolError
 from kvxfer.protocol.actions import Action, Note, PostWrite, Send, SourceFinished
-from kvxfer.protocol.intervals import IntervalSet, Span
+from kvxfer.protocol.intervals import IntervalSet
 from kvxfer.protocol.messages import Cancel, CancelAck, Expect, Failed, Grant, Register, Release, Seal
+from kvxfer.protocol.source_data import Registration, SourceHandoff
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from kvxfer.protocol.ids import HandoffId, RankId
+
+
+MAX_TTL = 3600.0
+"""Longest time, in seconds, for which one Expect may keep a handoff."""
 
 
 class State(Enum):
@@ -92,45 +96,6 @@ TRANSITIONS: dict[State, dict[Event, State]] = {
 }
 
 
-@dataclass(slots=True)
-class _Sink:
-    """The registration of a handoff: who, where to, and what has been posted of it."""
-
-    rank: RankId
-    attempt: int
-    mode: str
-    start: int
-    end: int
-    blocks: bytes
-    asked: float
-    written: IntervalSet = field(default_factory=IntervalSet)  # terminal, under the current generation
-    posted: IntervalSet = field(default_factory=IntervalSet)  # posted, under the current generation
-    in_flight: dict[int, Span] = field(default_factory=dict)  # transfer -> span, whatever the generation
-    cancelled: bool = False
-    grant_due: bool = True  # pull: asked for, or asked for again
-    granted_until: float = 0.0
-    failure: str | None = None
-    quiet_at: float = 0.0  # a failed write may have been posted in part: until then something may still land
-
-
-@dataclass(slots=True)
-class _Handoff:
-    """One handoff at its source."""
-
-    id: HandoffId
-    state: State
-    deadline: float  # of the leg that has not come
-    hold_until: float = math.inf  # however often the sink announces itself
-    request_id: str | None = None
-    prompt_tokens: int = 0
-    generation: int = 0
-    final: int = 0  # positions [0, final) are final under this generation
-    blocks: array[int] = field(default_factory=lambda: array("i"))
-    held: bool = False  # the engine has finished and waits for SourceFinished
-    sink: _Sink | None = None
-    reason: str = ""
-
-
 class Source:
     """All handoffs of which this rank is a source. Every method takes what happened and returns what to do.
 
@@ -171,18 +136,23 @@ class Source:
         self.hold_limit = hold_limit
         self.drain_bound = drain_bound
         self._memory = memory
-        self._handoffs: dict[HandoffId, _Handoff] = {}
+        self._handoffs: dict[HandoffId, SourceHandoff] = {}
         self._ended: OrderedDict[HandoffId, str] = OrderedDict()
         self._by_request: dict[str, HandoffId] = {}
-        self._transfers: dict[int, _Handoff] = {}
+        self._transfers: dict[int, SourceHandoff] = {}
         self._granted: set[HandoffId] = set()  # pull: a peer may be reading
         self._may_post_until: dict[RankId, float] = {}
         self._numbers = itertools.count(1)
 
     # --- events from the engine -------------------------------------------------------------------------------------
 
-    def start(self, handoff: HandoffId, request_id: str, prompt_tokens: int, now: float) -> Iterator[Action]:
-        """Note that the engine has a request with this handoff id; ``prompt_tokens`` positions will be computed for it."""
+    def start(
+        self, handoff: HandoffId, request_id: str, prompt_tokens: int, now: float, prompt: bytes = b""
+    ) -> Iterator[Action]:
+        """Note that the engine has a request with this handoff id; ``prompt_tokens`` positions will be computed for it.
+
+        ``prompt`` digests everything that shapes the prompt's KV; a sink with another one is refused.
+        """
         if request_id in self._by_request:
             raise LocalProtocolError(f"request {request_id} was started twice")
         one = self._handoffs.get(handoff)
@@ -193,10 +163,10 @@ class Source:
             return
         if one is None:
             self._ended.pop(handoff, None)
-            one = self._handoffs[handoff] = _Handoff(handoff, State.COMPUTING, now + self.leg_timeout)
+            one = self._handoffs[handoff] = SourceHandoff(handoff, State.COMPUTING, now + self.leg_timeout)
         else:
             self._step(one, Event.START)
-        one.request_id, one.prompt_tokens = request_id, prompt_tokens
+        one.request_id, one.prompt_tokens, one.prompt = request_id, prompt_tokens, prompt
         self._by_request[request_id] = handoff
         yield Note("source", handoff, "started")
         yield from self._check_span(one)
@@ -265,7 +235,10 @@ class Source:
 
     def expect(self, frm: RankId, message: Expect, now: float) -> Iterator[Action]:
         """Handle Expect: keep the handoff alive for ``ttl`` more seconds, but held blocks no longer than the hold limit."""
-        del frm
+        if not 0.0 < message.ttl <= MAX_TTL:
+            raise RemoteProtocolError(
+                f"{frm} expects {message.handoff} for {message.ttl} s; at most {MAX_TTL:g} s are allowed"
+            )
         one = self._known(message.handoff, now)
         if one is not None:
             one.deadline = max(one.deadline, min(now + message.ttl, one.hold_until))
@@ -297,7 +270,8 @@ class Source:
             reason = one.reason or f"attempt {sink.attempt if sink else 0} has not ended"
             yield Send(frm, Failed(message.handoff, message.attempt, reason))
             return
-        one.sink = _Sink(frm, message.attempt, message.mode, message.start, message.end, message.blocks, message.asked)
+        span = (message.mode, message.start, message.end, message.blocks)
+        one.sink = Registration(frm, message.attempt, *span, message.asked, message.prompt)
         one.deadline = max(one.deadline, now + self.leg_timeout)
         yield Note("source", one.id, "registered")
         yield from self._check_span(one)
@@ -406,37 +380,42 @@ class Source:
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
-    def _step(self, one: _Handoff, event: Event) -> None:
+    def _step(self, one: SourceHandoff, event: Event) -> None:
         try:
             one.state = TRANSITIONS[one.state][event]
         except KeyError:
             raise LocalProtocolError(f"source handoff {one.id}: {event.value} while {one.state.value}") from None
 
-    def _of(self, request_id: str) -> _Handoff | None:
+    def _of(self, request_id: str) -> SourceHandoff | None:
         handoff = self._by_request.get(request_id)
         one = None if handoff is None else self._handoffs.get(handoff)
         return one if one is not None and one.request_id == request_id else None
 
-    def _known(self, handoff: HandoffId, now: float) -> _Handoff | None:
+    def _known(self, handoff: HandoffId, now: float) -> SourceHandoff | None:
         """Find a handoff for a sink's message, or park it as expected; None when it is over."""
         one = self._handoffs.get(handoff)
         if one is None and handoff not in self._ended:
-            one = self._handoffs[handoff] = _Handoff(handoff, State.EXPECTED, now + self.leg_timeout)
+            one = self._handoffs[handoff] = SourceHandoff(handoff, State.EXPECTED, now + self.leg_timeout)
         return one
 
-    def _check_span(self, one: _Handoff) -> Iterator[Action]:
-        """Fail at once what can never succeed: a sink that wants more positions than the prompt has."""
+    def _check_span(self, one: SourceHandoff) -> Iterator[Action]:
+        """Fail at once what must not succeed: a sink whose prompt is another, or has more positions."""
         sink = one.sink
-        if sink is None or one.request_id is None or one.state is State.SERVED or sink.end <= one.prompt_tokens:
+        if sink is None or one.request_id is None or one.state is State.SERVED:
             return
-        yield from self._serve(
-            one,
-            Event.SERVE,
-            f"decode wants positions up to {sink.end:,}, prefill's prompt has {one.prompt_tokens:,} tokens: "
-            "send both legs the same prompt and the same tokenizer settings",
-        )
+        if sink.end > one.prompt_tokens:
+            reason = f"decode wants positions up to {sink.end:,}, prefill's prompt has {one.prompt_tokens:,} tokens: "
+            reason += "send both legs the same prompt and the same tokenizer settings"
+        elif sink.prompt and one.prompt and sink.prompt != one.prompt:
+            reason = f"the two legs' prompts differ (decode's ends at {sink.end:,}, prefill's at {one.prompt_tokens:,} "
+            reason += (
+                "tokens): send both the same prompt, LoRA adapter, multimodal inputs, cache salt and tokenizer settings"
+            )
+        else:
+            return
+        yield from self._serve(one, Event.SERVE, reason)
 
-    def _serve(self, one: _Handoff, event: Event, reason: str, *, tell: bool = True) -> Iterator[Action]:
+    def _serve(self, one: SourceHandoff, event: Event, reason: str, *, tell: bool = True) -> Iterator[Action]:
         """Owe the sink nothing any more. Told is it only when nothing of the attempt is in flight (see _advance)."""
         self._step(one, event)
         self._granted.discard(one.id)
@@ -445,7 +424,7 @@ class Source:
             one.sink.failure = reason
         yield Note("source", one.id, "served", reason)
 
-    def _advance(self, one: _Handoff, now: float) -> Iterator[Action]:
+    def _advance(self, one: SourceHandoff, now: float) -> Iterator[Action]:
         """Do whatever the state of the handoff now allows."""
         sink = one.sink
         if sink is not None and one.state is not State.SERVED:
@@ -472,7 +451,7 @@ class Source:
                 yield Note("source", one.id, "closed", one.reason)
             # else: the prefill leg of a handoff that nobody wants is still to come; it is kept until its deadline
 
-    def _post(self, one: _Handoff, sink: _Sink, now: float) -> Iterator[Action]:
+    def _post(self, one: SourceHandoff, sink: Registration, now: float) -> Iterator[Action]:
         complete = one.state is State.FINAL
         if not (self.stream or complete) or self._may_post_until.get(sink.rank, 0.0) <= now:
             return
@@ -487,15 +466,16 @@ class Source:
             yield PostWrite(
                 transfer, sink.rank, one.id, sink.attempt, one.generation, start, stop,
                 one.blocks.tobytes(), 0, sink.blocks, sink.start - sink.start % self.block_size,
+                self._may_post_until[sink.rank],
             )  # fmt: skip
 
-    def _seal(self, one: _Handoff, sink: _Sink) -> Iterator[Action]:
+    def _seal(self, one: SourceHandoff, sink: Registration) -> Iterator[Action]:
         if one.state is State.FINAL and not sink.in_flight and sink.written.covers(sink.start, sink.end):
             yield Send(sink.rank, Seal(one.id, sink.attempt, one.generation, one.final))
             yield Note("source", one.id, "sealed")
             yield from self._serve(one, Event.SERVE, "done", tell=False)
 
-    def _grant(self, one: _Handoff, sink: _Sink, now: float) -> Iterator[Action]:
+    def _grant(self, one: SourceHandoff, sink: Registration, now: float) -> Iterator[Action]:
         # Not before the engine has finished: until then a preemption could take the blocks from under a reader.
         if one.state is not State.FINAL or not one.held or not sink.grant_due:
             return
@@ -508,13 +488,13 @@ class Source:
             Grant(one.id, sink.attempt, one.generation, one.final, one.blocks.tobytes(), sink.asked, self.lease),
         )
 
-    def _waits(self, one: _Handoff) -> bool:
+    def _waits(self, one: SourceHandoff) -> bool:
         """Tell whether a handoff ends when its deadline passes: it lacks the other leg."""
         if one.state is State.EXPECTED or (one.state is State.SERVED and not one.prompt_tokens):
             return True
         return one.state is State.FINAL and one.sink is None and one.held
 
-    def _expire(self, one: _Handoff, now: float) -> Iterator[Action]:
+    def _expire(self, one: SourceHandoff, now: float) -> Iterator[Action]:
         if one.state is State.FINAL:
             reason = f"no decode request came for {self.leg_timeout:g} s"
             if one.hold_until <= now:
@@ -529,7 +509,7 @@ class Source:
         self._close(one, Event.EXPIRE)
         yield Note("source", one.id, "expired", one.reason)
 
-    def _close(self, one: _Handoff, event: Event) -> None:
+    def _close(self, one: SourceHandoff, event: Event) -> None:
         self._step(one, event)
         del self._handoffs[one.id]
         self._ended[one.id] = one.reason

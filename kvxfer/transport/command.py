@@ -25,8 +25,8 @@ def records(
     from kvxfer.transport.query import fetch_records
 
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
-        typer.echo(f"{address!r} is not HOST:PORT", err=True)
+    if not host or not (port.isdecimal() and len(port) < 6 and 0 < int(port) < 65536):  # noqa: PLR2004
+        typer.echo(f"{address!r} is not HOST:PORT, with a port from 1 to 65535", err=True)
         raise typer.Exit(2)
     try:
         report = fetch_records(host.strip("[]"), int(port), last=last)

@@ -30,12 +30,16 @@ class EngineAddress:
 
 @dataclass(frozen=True, slots=True)
 class SourceStart:
-    """A request whose KV another engine wants was admitted; ``heard`` is when (monotonic seconds)."""
+    """A request whose KV another engine wants was admitted; ``heard`` is when (monotonic seconds).
+
+    ``prompt`` digests everything that shapes the prompt's KV; empty when it is not known.
+    """
 
     handoff: HandoffId
     request_id: str
     prompt_tokens: int
     heard: float
+    prompt: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,7 @@ class SinkOpen:
     blocks: bytes
     heard: float
     allocated: float
+    prompt: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,7 @@ class ControlChannel(threading.Thread):
         self.me = me
         self.host = host
         self._switchboard = Switchboard(me, listener, self, timing, connect_timeout)
-        self._todo: queue.SimpleQueue[Callable[[float], None] | None] = queue.SimpleQueue()
+        self._todo: queue.SimpleQueue[Callable[[float], object] | None] = queue.SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wake_lock = threading.Lock()
         self._cpus = cpus
@@ -112,7 +112,7 @@ class ControlChannel(threading.Thread):
         """Set what WhoIs is answered with."""
         self.call(lambda _now: setattr(self._switchboard, "directory", directory))
 
-    def call(self, act: Callable[[float], None]) -> None:
+    def call(self, act: Callable[[float], object]) -> None:
         """Run ``act`` in the control thread, with the time."""
         self._todo.put(act)
         self._ring()
@@ -155,7 +155,7 @@ class ControlChannel(threading.Thread):
         for ear in ready:
             if isinstance(ear, zmq.Socket):
                 self._drain(ear, now)
-        self._switchboard.tick(now)
+        self._switchboard.guarded(self._switchboard.tick, now)
 
     def _wait_ms(self) -> int | None:
         """Milliseconds until something is due; None when only a message or a command can make something happen."""
@@ -191,16 +191,18 @@ class ControlChannel(threading.Thread):
 
     def dial(self, address: EngineAddress, host: str, port: int, first: bytes) -> None:
         """Open a DEALER to ``host``:``port``."""
-        dealer = self._context.socket(zmq.DEALER)
-        dealer.linger = 0
-        dealer.set_hwm(_QUEUE)
-        dealer.setsockopt(zmq.IPV6, int(":" in host))
-        dealer.setsockopt(zmq.MAXMSGSIZE, messages.MAX_MESSAGE_BYTES)
+        dealer = None
         try:
+            dealer = self._context.socket(zmq.DEALER)
+            dealer.linger = 0
+            dealer.set_hwm(_QUEUE)
+            dealer.setsockopt(zmq.IPV6, int(":" in host))
+            dealer.setsockopt(zmq.MAXMSGSIZE, messages.MAX_MESSAGE_BYTES)
             dealer.connect(f"tcp://{_bracket(host)}:{port}")
         except zmq.ZMQError as error:
-            dealer.close()
-            raise RemoteProtocolError(f"{host}:{port} is not an address: {error}") from error
+            if dealer is not None:
+                dealer.close()
+            raise RemoteProtocolError(f"{host}:{port} cannot be connected: {error}") from error
         self._dealers[dealer] = address
         self._poller.register(dealer, zmq.POLLIN)
         self.put((dealer, None), first)

@@ -60,7 +60,7 @@ class MoverSettings:
     records: int = 1024
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _InFlight:
     """A posted transfer of ours, and whom to tell when it is terminal."""
 
@@ -182,15 +182,15 @@ class Mover(threading.Thread):
             if not self._handle_all(command):
                 return False
         now = self._clock()
-        self._act_on_fences(now)
+        self._guarded(self._act_on_fences, now)
         for one, failed in terminal:
             self._guarded(self._act_on_terminal, one, failed, now)
         for frm, packed in notifications:
             self._guarded(self._act_on_notification, frm, packed, now)
         if now >= self._next_tick and (len(self.source) or len(self.sink)):
             self._next_tick = now + TICK
-            self._run(self.source.tick(now))
-            self._run(self.sink.tick(now))
+            self._guarded(lambda now: self._run(self.source.tick(now)), now)
+            self._guarded(lambda now: self._run(self.sink.tick(now)), now)
         return True
 
     def _listen(self) -> list[tuple[str, bytes]]:
@@ -219,7 +219,11 @@ class Mover(threading.Thread):
         """Find the transfers that have become terminal, and whether they failed."""
         terminal = []
         for one in self._in_flight:
-            status = self._agent.status(one.transfer)
+            try:
+                status = self._agent.status(one.transfer)
+            except Exception:
+                logger.exception("the fabric could not be asked about a transfer; it is asked again")
+                continue
             if status is not Status.PENDING:
                 terminal.append((one, status is Status.FAILED))
         return terminal
@@ -273,9 +277,9 @@ class Mover(threading.Thread):
             self._run(self.source.preempt(request_id, now))
         for start in step.started:
             record = self.records.open("source", start.handoff, self.rank.rank, self.settings.mode)
-            record.request_id, record.backend = start.request_id, self._agent.backend
+            record.request_id, record.backend = record.request_id or start.request_id, self._agent.backend
             record.times.expected = record.times.expected or start.heard
-            self._run(self.source.start(start.handoff, start.request_id, start.prompt_tokens, now))
+            self._run(self.source.start(start.handoff, start.request_id, start.prompt_tokens, now, start.prompt))
         for opened in step.opened:
             if self.sink.state(opened.handoff) is not None:
                 # Two requests claim one handoff. The second is refused, and nothing of the first is touched.
@@ -293,7 +297,8 @@ class Mover(threading.Thread):
 
     def _opening(self, opened: cmd.SinkOpen, now: float) -> Iterator[Action]:
         mode = self.settings.mode
-        return self.sink.open(opened.handoff, opened.request_id, mode, opened.start, opened.end, opened.blocks, now)
+        span = (mode, opened.start, opened.end, opened.blocks)
+        return self.sink.open(opened.handoff, opened.request_id, *span, now, opened.prompt)
 
     def _act_on_fences(self, now: float) -> None:
         if not self._steps:
@@ -445,6 +450,10 @@ class Mover(threading.Thread):
                     messages.Written(
                         action.handoff, action.attempt, action.generation, self.rank.rank, action.start, action.end
                     )
+                )
+            if isinstance(action, PostWrite) and self._clock() >= action.until:
+                raise TransportError(  # noqa: TRY301
+                    f"the lease to write into {peer} ended before the write could be posted"
                 )
             transfer = self._agent.post(
                 "WRITE" if write else "READ", local, remote, self.layout.memory, name, notification

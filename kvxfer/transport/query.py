@@ -81,7 +81,10 @@ def _ask(
     with context.socket(zmq.DEALER) as dealer:
         dealer.linger = 0
         dealer.setsockopt(zmq.IPV6, int(":" in host))
-        dealer.connect(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
+        try:
+            dealer.connect(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
+        except zmq.ZMQError as error:
+            raise TransportError(f"{host}:{port} is not an address: {error}") from error
         dealer.send(messages.pack(me, "", question))
         left = deadline - time.monotonic()
         if left <= 0 or not dealer.poll(int(left * 1000)):

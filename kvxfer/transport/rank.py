@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from kvxfer.transport.dialer import Outcome
 
 
+MAX_RECORDS = 4096
+"""Records in one report: some 0.5 KB each, well below the largest message."""
+
+
 class RankThreads:
     """The mover and the control channel of one rank. Raises TransportError when the address cannot be bound.
 
@@ -95,5 +99,5 @@ class RankThreads:
     def on_report(self, last: int) -> Report:
         """Answer with the handoff records."""
         assert self._card is not None, "nothing listens before the card is there"
-        records = [msgspec.to_builtins(record) for record in self.mover.records.last(last)]
+        records = [msgspec.to_builtins(record) for record in self.mover.records.last(min(last, MAX_RECORDS))]
         return Report(self.me.rank, self._card.to_builtins(), dict(self.mover.counters), records)

@@ -57,24 +57,24 @@ class Sessions:
 
     def hello(self, now: float) -> messages.Hello:
         """Make the message that opens a session."""
-        return messages.Hello(self._card(), now)
+        return messages.Hello(self._card(), now, self.timing.interval, self.timing.timeout)
 
     def accept(
         self, rank: RankId, message: messages.Hello, route: Hashable, now: float
     ) -> messages.Welcome | messages.Refused:
         """Answer a Hello. On success the session is open and the peer may be written to."""
         try:
-            card = self._fits(message.card)
+            card = self._fits(rank, message)
         except RemoteProtocolError as error:
             return messages.Refused(str(error))
         session = self._open(rank, route, card, message.sent, now)
         session.liveness.hear(message.sent, 0.0, 0.0, now)
         beat = session.liveness.beat(now)
-        return messages.Welcome(self._card(), now, beat.echo, beat.lease)
+        return messages.Welcome(self._card(), now, beat.echo, beat.lease, self.timing.interval, self.timing.timeout)
 
     def welcomed(self, rank: RankId, message: messages.Welcome, route: Hashable, now: float) -> Session:
         """Open the session whose Hello was answered. Raises RemoteProtocolError when the peer must not be talked to."""
-        session = self._open(rank, route, self._fits(message.card), message.sent, now)
+        session = self._open(rank, route, self._fits(rank, message), message.sent, now)
         session.liveness.hear(message.sent, message.echo, message.lease, now)
         return session
 
@@ -129,10 +129,13 @@ class Sessions:
     def _card(self) -> dict[str, Any]:
         return {} if self.card is None else self.card.to_builtins()
 
-    def _fits(self, card: dict[str, Any]) -> RankCard | None:
-        if not card:
+    def _fits(self, rank: RankId, message: messages.Hello | messages.Welcome) -> RankCard | None:
+        clash = self.timing.clash(message.interval, message.timeout)
+        if clash:
+            raise RemoteProtocolError(f"{self.me.engine} and {rank.engine} would think each other dead: {clash}")
+        if not message.card:
             return None
-        theirs = RankCard.from_builtins(card)
+        theirs = RankCard.from_builtins(message.card)
         reasons = [] if self.card is None else refusals(self.card, theirs)
         if reasons:
             raise RemoteProtocolError("; ".join(reasons))

@@ -112,7 +112,7 @@ class Switchboard:
         """Whether a call is under way."""
         return len(self._dialer) > 0
 
-    def guarded(self, act: Callable[..., None], *args: Any) -> None:
+    def guarded(self, act: Callable[..., object], *args: Any) -> None:
         """Run ``act``: neither a peer's nonsense nor a defect in one handoff may end what serves all the others."""
         try:
             act(*args)

@@ -48,7 +48,7 @@ class _Metadata(msgspec.Struct):
     spans: list[tuple[int, int, int]]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class TwinTransfer:
     """A posted transfer."""
 

@@ -265,3 +265,79 @@ def test_malformed_params_are_computed_locally(engines, params) -> None:
     run(d)
     assert d.outputs["d"] == expected(tokens, 2)
     check(d)
+
+
+@pytest.mark.parametrize("mode", ["push", "pull"])
+@pytest.mark.parametrize("change", ["a token", "one token more", "one token less"])
+def test_legs_with_different_prompts_exchange_nothing(engines, mode, change) -> None:
+    """Else decode would answer from another prompt's KV, and keep it in its prefix cache for everybody."""
+    fabric = TwinFabric()
+    p, d = engines("p", fabric, mode=mode), engines("d", fabric, mode=mode, policy="recompute")
+    tokens = prompt(100, 9)
+    other = {"a token": [*tokens[:50], 7, *tokens[51:]], "one token more": [*tokens, 7], "one token less": tokens[:-1]}[
+        change
+    ]
+    p.add("p", tokens, prefill_leg("t"))
+    d.add("d", other, decode_leg(p, "t"), max_tokens=3)
+    run(p, d)
+    assert d.outputs["d"] == expected(other, 3)
+    assert next(r for r in p.worker._worker._threads.mover.records.last(9)).bytes == 0
+    d.add("again", other, None, max_tokens=3)
+    run(d)
+    assert d.outputs["again"] == expected(other, 3)
+    check(p, d)
+
+
+def test_a_request_for_the_prompts_log_probabilities_is_computed_on_decode(engines) -> None:
+    """vLLM would fill the positions that it did not compute with whatever its memory held."""
+    fabric = TwinFabric()
+    p, d = engines("p", fabric), engines("d", fabric)
+    tokens = prompt(100, 10)
+    p.add("p", tokens, prefill_leg("t"))
+    d.add("d", tokens, decode_leg(p, "t"), max_tokens=3, prompt_logprobs=1)
+    run(p, d)
+    assert d.outputs["d"] == expected(tokens, 3)
+    assert not d.worker._worker._threads.mover.records.last(9), "nothing may be loaded for such a request"
+    check(p, d)
+
+
+def test_caches_full_of_handoffs_that_wait_for_each_other_come_free(engines) -> None:
+    """Prefill holds A and has no room for B; decode has blocks for B alone: the order of the legs differs."""
+    fabric = TwinFabric()
+    options = {"num_blocks": 24, "leg_timeout": 1.0, "hold_limit": 3.0, "policy": "recompute"}
+    p, d = engines("p", fabric, **options), engines("d", fabric, **options)
+    prompts = {"A": prompt(300, 1), "B": prompt(300, 2)}
+    for name, tokens in prompts.items():
+        p.add(f"p{name}", tokens, prefill_leg(name))
+    for name, tokens in reversed(prompts.items()):
+        d.add(f"d{name}", tokens, decode_leg(p, name), max_tokens=3)
+    run(p, d, timeout=40)
+    for name, tokens in prompts.items():
+        assert d.outputs[f"d{name}"] == expected(tokens, 3)
+    check(p, d)
+
+
+def test_a_second_decode_leg_that_is_given_up_leaves_the_first_alone(engines) -> None:
+    fabric = TwinFabric()
+    p, d = engines("p", fabric), engines("d", fabric, num_blocks=12)
+    blocker, tokens = prompt(100, 3), prompt(120, 4)
+    d.add("blocker", blocker, None, max_tokens=60)
+    run(d, until=lambda: len(d.outputs["blocker"]) > 1)
+    d.add("d1", tokens, decode_leg(p, "t"), max_tokens=3)
+    d.add("d2", tokens, decode_leg(p, "t"), max_tokens=3)
+    d.step()
+    d.abort("d2")
+    time.sleep(0.2)
+    p.add("p", tokens, prefill_leg("t"))
+    run(p, d)
+    assert d.outputs["d1"] == expected(tokens, 3)
+    check(p, d)
+
+
+def test_an_engine_that_is_named_as_its_own_prefill_computes_by_itself(engines) -> None:
+    d = engines("d", TwinFabric())
+    tokens = prompt(60, 5)
+    d.add("d", tokens, decode_leg(d, "t"), max_tokens=3)
+    run(d)
+    assert d.outputs["d"] == expected(tokens, 3)
+    check(d)

@@ -132,8 +132,10 @@ class SimEngine:
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
-    def add(self, request_id: str, tokens: list[int], params: dict[str, Any] | None, max_tokens: int = 1) -> None:
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, extra_args=None)
+    def add(
+        self, request_id: str, tokens: list[int], params: dict[str, Any] | None, max_tokens: int = 1, **options: Any
+    ) -> None:
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, extra_args=None, **options)
         if params is not None:
             sampling.extra_args = {"kv_transfer_params": params}
         request = Request(request_id, tokens, sampling, None, block_hasher=self._hasher)

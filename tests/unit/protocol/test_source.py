@@ -140,7 +140,7 @@ def test_every_transition_of_the_table_can_happen(state, event) -> None:
 
 @pytest.mark.parametrize(("state", "event"), [(s, e) for s in State for e in Event if e not in TRANSITIONS[s]])
 def test_every_other_transition_is_a_defect_of_ours_and_says_so(state, event) -> None:
-    one = module._Handoff(H, state, 0.0)
+    one = module.SourceHandoff(H, state, 0.0)
     with pytest.raises(LocalProtocolError, match=f"source handoff h: {event.value} while {state.value}"):
         Source(BLOCK)._step(one, event)
     assert one.state is state

@@ -217,7 +217,7 @@ def test_engines_that_do_not_fit_refuse_each_other_and_say_why(engines) -> None:
 
 def test_the_caller_compares_as_well(engines) -> None:
     p, d = engines("p", model="other"), engines("d")
-    p.control.sessions._fits = lambda card: None
+    p.control.sessions._fits = lambda rank, message: None
     d.control.connect(p.address())
     assert "model differs: d has m, p has other" in d.wait("outcome")[0][1]
 

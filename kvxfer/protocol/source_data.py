@@ -1,0 +1,55 @@
+"""What a source remembers of one handoff: the request at its engine, and the sink's registration."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvxfer.protocol.intervals import IntervalSet, Span
+
+if TYPE_CHECKING:
+    from kvxfer.protocol.ids import HandoffId, RankId
+    from kvxfer.protocol.source import State
+
+
+@dataclass(slots=True)
+class Registration:
+    """The registration of a handoff: who, where to, and what has been posted of it."""
+
+    rank: RankId
+    attempt: int
+    mode: str
+    start: int
+    end: int
+    blocks: bytes
+    asked: float
+    prompt: bytes
+    written: IntervalSet = field(default_factory=IntervalSet)  # terminal, under the current generation
+    posted: IntervalSet = field(default_factory=IntervalSet)  # posted, under the current generation
+    in_flight: dict[int, Span] = field(default_factory=dict)  # transfer -> span, whatever the generation
+    cancelled: bool = False
+    grant_due: bool = True  # pull: asked for, or asked for again
+    granted_until: float = 0.0
+    failure: str | None = None
+    quiet_at: float = 0.0  # a failed write may have been posted in part: until then something may still land
+
+
+@dataclass(slots=True)
+class SourceHandoff:
+    """One handoff at its source."""
+
+    id: HandoffId
+    state: State
+    deadline: float  # of the leg that has not come
+    hold_until: float = math.inf  # however often the sink announces itself
+    request_id: str | None = None
+    prompt_tokens: int = 0
+    prompt: bytes = b""
+    generation: int = 0
+    final: int = 0  # positions [0, final) are final under this generation
+    blocks: array[int] = field(default_factory=lambda: array("i"))
+    held: bool = False  # the engine has finished and waits for SourceFinished
+    sink: Registration | None = None
+    reason: str = ""
