@@ -158,3 +158,18 @@ def test_sound_times_survive_one_lost_heartbeat(timing) -> None:
     asked, renewed = 0.0, 2 * timing.interval
     assert asked + timing.lease - timing.margin > renewed
     assert timing.timeout > renewed
+
+
+@pytest.mark.parametrize(
+    ("mine", "interval", "timeout", "clash"),
+    [
+        (Timing(1.0, 5.0), 1.0, 5.0, False),
+        (Timing(1.0, 5.0), 0.0, 0.0, False),  # a peer that does not say
+        (Timing(1.0, 5.0), 2.5, 30.0, True),
+        (Timing(3.0, 10.0, 10.0), 0.3, 1.5, True),
+    ],
+)
+def test_peers_that_would_think_each_other_dead_know_it(mine, interval, timeout, clash) -> None:
+    said = mine.clash(interval, timeout)
+    assert bool(said) is clash
+    assert not clash or "set the same heartbeat_interval and peer_timeout on both" in said

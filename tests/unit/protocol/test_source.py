@@ -697,3 +697,41 @@ def test_a_reader_that_is_out_of_hearing_keeps_what_its_lease_promises() -> None
     assert rig.source.serving()
     assert finished(rig.wait(9.9)) == []
     assert finished(rig.wait(0.2)) == ["r1"]
+
+
+def test_a_sink_with_another_prompt_is_refused_whichever_comes_first() -> None:
+    for sink_first in (True, False):
+        rig = Rig()
+        steps = [lambda r=rig: r.register(prompt=b"theirs"), lambda r=rig: r.do("start", H, "r1", 8, prompt=b"ours")]
+        for step in steps if sink_first else reversed(steps):
+            step()
+        rig.complete()
+        assert not [a for a in rig.all if isinstance(a, PostWrite)]
+        (failed,) = sent(rig.all, Failed)
+        assert "the two legs' prompts differ" in failed.reason
+
+
+@pytest.mark.parametrize(("mine", "theirs"), [(b"", b"x"), (b"x", b""), (b"x", b"x")])
+def test_a_prompt_that_is_not_known_is_not_compared(mine, theirs) -> None:
+    rig = Rig()
+    rig.do("start", H, "r1", 8, prompt=mine)
+    rig.register(prompt=theirs)
+    rig.complete()
+    assert [a for a in rig.all if isinstance(a, PostWrite)]
+
+
+@pytest.mark.parametrize("ttl", [float("inf"), float("nan"), 0.0, -1.0, 1e9])
+def test_an_expect_without_a_sensible_time_is_refused(ttl) -> None:
+    rig = Rig()
+    with pytest.raises(RemoteProtocolError, match="expects h for"):
+        rig.do("expect", SCHEDULER, Expect(H, ttl))
+    assert rig.state is None
+
+
+def test_a_write_says_until_when_it_may_be_posted() -> None:
+    rig = Rig(leased=False)
+    rig.do("leased", D, 123.0)
+    rig.start()
+    rig.register()
+    (write,) = [a for a in rig.complete() if isinstance(a, PostWrite)]
+    assert write.until == 123.0

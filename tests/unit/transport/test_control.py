@@ -31,12 +31,14 @@ _lives = itertools.count(1)
 class Engine:
     """A channel that listens as an engine's control address and as its only rank; it remembers all that it hears."""
 
-    def __init__(self, engine: str, port: int = 0, *, card: bool = True, rank: int = 0, **changes) -> None:
+    def __init__(
+        self, engine: str, port: int = 0, *, card: bool = True, rank: int = 0, timing: Timing = TIMING, **changes
+    ) -> None:
         self.me = RankId(engine, f"i{next(_lives)}", rank)
         self.heard: list[tuple] = []
         self.leases: list[float] = []
         self.rounds = 0
-        self.control = ControlChannel(self.me, "127.0.0.1", port, self, TIMING, connect_timeout=0.6)
+        self.control = ControlChannel(self.me, "127.0.0.1", port, self, timing, connect_timeout=0.6)
         if card:
             mine = RankCard(engine, "m", 0, 1, 0, 1, "twin", LAYOUT, b"a")
             self.control.present(msgspec.structs.replace(mine, **changes))
@@ -459,3 +461,10 @@ def test_a_channel_stops_whatever_it_is_doing_and_may_be_stopped_twice(engines) 
     never = ControlChannel(RankId("n", "i", 0), "127.0.0.1", 0, p, TIMING)
     never.stop()
     never.stop()
+
+
+def test_peers_with_clashing_heartbeats_refuse_each_other(engines) -> None:
+    """Each is right by itself; together they would lose each other again and again."""
+    p, d = engines("p", timing=Timing(3.0, 10.0, 10.0, 0.5)), engines("d")
+    d.control.connect(p.address())
+    assert "would think each other dead" in d.wait("outcome")[0][1]

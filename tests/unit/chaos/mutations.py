@@ -1,0 +1,512 @@
+"""Guards of the product, each taken away alone. Every entry changes a class for as long as its monkeypatch lives."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvxfer.protocol import peers, sink, source
+from kvxfer.protocol.actions import Send, SourceFinished
+from kvxfer.protocol.ids import RankId
+from kvxfer.protocol.intervals import IntervalSet
+from kvxfer.transport import mover, sessions, steps, switchboard
+
+if TYPE_CHECKING:
+    from kvxfer.protocol.messages import Register
+
+MUTATIONS = {}
+
+
+def mutation(act):
+    MUTATIONS[act.__name__] = act
+    return act
+
+
+class Passed:
+    def done(self) -> bool:
+        return True
+
+
+def wrap(patch, cls, name, make):
+    """Replace a method by ``make(original)``."""
+    patch.setattr(cls, name, make(vars(cls)[name]))
+
+
+# --- fences ----------------------------------------------------------------------------------------------------------------
+
+
+@mutation
+def no_post_fence(patch):
+    """What a step computes counts as final when the step has been launched."""
+    wrap(patch, steps.Steps, "end", lambda original: lambda self, _fence: original(self, Passed()))
+
+
+@mutation
+def no_pre_fence(patch):
+    """Blocks are registered although earlier work may still write there."""
+
+    def make(original):
+        def begin(self, step, fence):
+            original(self, step, fence)
+            if step.opened:
+                self._sinks[-1] = (Passed(), step.opened)
+
+        return begin
+
+    wrap(patch, steps.Steps, "begin", make)
+
+
+@mutation
+def preemption_forgets_what_waits(patch):
+    """A preemption does not take back the progress that still waits for its fence."""
+    wrap(
+        patch,
+        steps.Steps,
+        "begin",
+        lambda original: lambda self, step, fence: original(self, dataclasses.replace(step, preempted=[]), fence),
+    )
+
+
+@mutation
+def acts_before_it_listens(patch):
+    """A round acts on what it observed before it handles the mailbox."""
+
+    def turn(self, wait=0.0):
+        del wait
+        now = self._clock()
+        for one, failed in self._observe():
+            self._guarded(self._act_on_terminal, one, failed, now)
+        return original(self)
+
+    original = mover.Mover.turn
+    patch.setattr(mover.Mover, "turn", turn)
+
+
+# --- the end of an attempt ---------------------------------------------------------------------------------------------------
+
+
+@mutation
+def cancel_is_not_acknowledged(patch):
+    """A cancelled sink closes at once."""
+
+    def make(_original):
+        def check(self, one):
+            if one.state is sink.State.CANCELLING and one.mode == "push":
+                yield from self._fail(one, one.reason or "cancelled")
+
+        return check
+
+    wrap(patch, sink.Sink, "_check_quiet", make)
+
+
+@mutation
+def cancelled_source_answers_at_once(patch):
+    """A source acknowledges, and frees, although writes are in flight."""
+
+    def make(original):
+        def advance(self, one, now):
+            if one.sink is None or one.state is not source.State.SERVED:
+                yield from original(self, one, now)
+                return
+            flying, one.sink.in_flight = one.sink.in_flight, {}
+            yield from original(self, one, now)
+            one.sink.in_flight = flying
+
+        return advance
+
+    wrap(patch, source.Source, "_advance", make)
+
+
+@mutation
+def failed_write_is_thought_gone(patch):
+    """A write that failed is taken for one that can land no more."""
+
+    def make(original):
+        def failed(self, transfer, reason, now):
+            self.drain_bound, kept = 0.0, self.drain_bound
+            yield from original(self, transfer, reason, now)
+            self.drain_bound = kept
+
+        return failed
+
+    wrap(patch, source.Source, "write_failed", make)
+
+
+@mutation
+def failed_read_is_thought_gone(patch):
+    """A read that failed is taken for one that can land no more."""
+
+    def make(original):
+        def failed(self, transfer, reason, now):
+            yield from original(self, transfer, reason, now - self.drain_bound)
+
+        return failed
+
+    wrap(patch, sink.Sink, "read_failed", make)
+
+
+@mutation
+def reader_is_gone_while_it_reads(patch):
+    """A cancelled pull closes although its read is in flight."""
+
+    def make(original):
+        def finish(self, one, reason):
+            one.reading = None
+            yield from original(self, one, reason)
+
+        return finish
+
+    wrap(patch, sink.Sink, "_finish_pull", make)
+    wrap(
+        patch,
+        sink.Sink,
+        "_cancel",
+        lambda original: lambda self, one, reason: (setattr(one, "reading", None), original(self, one, reason))[1],
+    )
+
+
+# --- generations, attempts, incarnations -----------------------------------------------------------------------------------
+
+
+@mutation
+def sink_takes_any_generation(patch):
+    """What was written under any generation counts."""
+
+    def zero(original):
+        return lambda self, frm, message, *now: original(
+            self, frm, msgspec.structs.replace(message, generation=0), *now
+        )
+
+    wrap(patch, sink.Sink, "written", zero)
+    wrap(patch, sink.Sink, "seal", zero)
+
+
+@mutation
+def source_keeps_its_generation(patch):
+    """A preempted source does not write again what it has written."""
+
+    def make(original):
+        def preempt(self, request_id, now):
+            one = self._of(request_id)
+            old = None if one is None or one.sink is None else (one.generation, one.sink.posted, one.sink.written)
+            actions = list(original(self, request_id, now))
+            if old is not None:
+                one.generation, one.sink.posted, one.sink.written = old
+            yield from actions
+
+        return preempt
+
+    wrap(patch, source.Source, "preempt", make)
+
+
+@mutation
+def two_writes_to_a_position_fly(patch):
+    """A position is posted again while its earlier write is in flight."""
+
+    def make(original):
+        def post(self, one, where, now):
+            flying, where.in_flight = where.in_flight, {}
+            yield from original(self, one, where, now)
+            where.in_flight = flying | where.in_flight
+
+        return post
+
+    wrap(patch, source.Source, "_post", make)
+
+
+@mutation
+def received_without_a_seal(patch):
+    """The sink takes the last generation that it has heard of for the valid one."""
+
+    def make(original):
+        def written(self, frm, message):
+            _, part = self._part(message.handoff, message.attempt, frm)
+            if part is not None:
+                part.sealed = message.generation
+            yield from original(self, frm, message)
+
+        return written
+
+    wrap(patch, sink.Sink, "written", make)
+
+
+@mutation
+def sealed_when_posted(patch):
+    """The source seals when everything has been posted."""
+
+    def seal(self, one, where):
+        if one.state is source.State.FINAL and where.posted.covers(where.start, where.end):
+            yield Send(where.rank, source.Seal(one.id, where.attempt, one.generation, one.final))
+            yield from self._serve(one, source.Event.SERVE, "done", tell=False)
+
+    patch.setattr(source.Source, "_seal", seal)
+
+
+@mutation
+def attempts_are_not_told_apart(patch):
+    """The sink takes what was said of an earlier attempt."""
+
+    def part(self, handoff, attempt, agent):
+        del attempt
+        one = self._handoffs.get(handoff)
+        for rank, part in () if one is None else one.parts.items():
+            if rank.agent == agent:
+                return one, part
+        return None, None
+
+    patch.setattr(sink.Sink, "_part", part)
+
+
+@mutation
+def envelopes_for_the_dead_are_opened(patch):
+    """A process acts on what was meant for an earlier life at its address."""
+
+    def unpack(packed):
+        envelope, message = original(packed)
+        return msgspec.structs.replace(envelope, to=""), message
+
+    original = switchboard.unpack
+    patch.setattr(switchboard, "unpack", unpack)
+
+
+@mutation
+def agents_have_no_incarnation(patch):
+    """An engine's agent has one name in all its lives."""
+    patch.setattr(RankId, "agent", property(lambda self: f"{self.engine}/{self.rank}"))
+
+
+@mutation
+def nobody_is_replaced(patch):
+    """A new life does not end the sessions with the old one."""
+    patch.setattr(sessions.Sessions, "replaced", lambda _self, _rank: iter(()))
+
+
+@mutation
+def greeted_anew_means_nothing(patch):
+    """A peer that has lost its session, and greets again, is taken for one that only says it twice."""
+    patch.setattr(sessions.Sessions, "begun_anew", lambda _self, _rank, _sent: iter(()))
+
+
+@mutation
+def stale_means_nothing(patch):
+    """A peer that says it has no session is not believed."""
+    patch.setattr(sessions.Sessions, "forgotten", lambda _self, _rank: iter(()))
+
+
+@mutation
+def said_again_begins_anew(patch):
+    """A registration that is said again is a registration like the first."""
+    wrap(
+        patch,
+        source.Source,
+        "register",
+        lambda original: (
+            lambda self, frm, message, now: original(self, frm, msgspec.structs.replace(message, again=False), now)
+        ),
+    )
+
+
+# --- leases ----------------------------------------------------------------------------------------------------------------
+
+
+@mutation
+def posts_without_a_lease(patch):
+    """The source writes whether or not it may."""
+
+    def make(original):
+        def post(self, one, where, now):
+            self._may_post_until[where.rank] = math.inf
+            yield from original(self, one, where, now)
+
+        return post
+
+    wrap(patch, source.Source, "_post", make)
+
+
+@mutation
+def fence_does_not_wait(patch):
+    """The sink thinks that a lost source can write no more."""
+
+    def make(original):
+        def lost(self, peer, reason, granted_until, now):
+            del granted_until
+            self.drain_bound, kept = 0.0, self.drain_bound
+            yield from original(self, peer, reason, now, now)
+            self.drain_bound = kept
+
+        return lost
+
+    wrap(patch, sink.Sink, "peer_lost", make)
+
+
+@mutation
+def fence_forgets_the_lease(patch):
+    """The sink waits for what has been posted, not for what may still be."""
+    wrap(
+        patch,
+        sink.Sink,
+        "peer_lost",
+        lambda original: lambda self, peer, reason, _until, now: original(self, peer, reason, now, now),
+    )
+
+
+@mutation
+def lease_counts_from_its_receipt(patch):
+    """The holder counts from when it heard, not from when it asked."""
+    wrap(
+        patch,
+        peers.Peer,
+        "hear",
+        lambda original: (
+            lambda self, sent, echo, lease, now: original(self, sent, now if echo > 0.0 else 0.0, lease, now)
+        ),
+    )
+
+
+@mutation
+def lease_has_no_margin(patch):
+    """The holder takes nothing off."""
+    wrap(
+        patch,
+        peers.Peer,
+        "__init__",
+        lambda original: lambda self, timing, now: original(self, dataclasses.replace(timing, margin=0.0), now),
+    )
+
+
+@mutation
+def read_counts_after_its_lease(patch):
+    """A pull's read counts whenever it completed."""
+
+    def make(original):
+        def done(self, transfer, now):
+            self._transfers[transfer].valid_until = math.inf
+            yield from original(self, transfer, now)
+
+        return done
+
+    wrap(patch, sink.Sink, "read_done", make)
+
+
+@mutation
+def grants_before_it_is_held(patch):
+    """The source grants blocks that a preemption may still take."""
+
+    def make(original):
+        def grant(self, one, where, now):
+            held, one.held = one.held, True
+            yield from original(self, one, where, now)
+            one.held = held
+
+        return grant
+
+    wrap(patch, source.Source, "_grant", make)
+
+
+# --- counting and remembering ----------------------------------------------------------------------------------------------
+
+
+@mutation
+def notifications_are_counted(patch):
+    """The sink counts positions instead of keeping them."""
+
+    class Counter(IntervalSet):
+        counted = 0
+
+        def add(self, start, end):
+            self.counted += end - start
+
+        def covers(self, start, end):
+            return self.counted >= end - start
+
+    patch.setattr(sink, "IntervalSet", Counter)
+
+
+@mutation
+def early_registrations_are_forgotten(patch):
+    """The source does not park what comes before its own engine has the request."""
+
+    def make(original):
+        def register(self, frm, message: Register, now):
+            if message.handoff in self._handoffs:
+                yield from original(self, frm, message, now)
+
+        return register
+
+    wrap(patch, source.Source, "register", make)
+
+
+@mutation
+def nothing_is_said_again(patch):
+    """What a broken connection lost stays lost."""
+    patch.setattr(sink.Sink, "_renewable", staticmethod(lambda _one: False))
+
+
+@mutation
+def lost_peers_are_kept(patch):
+    """A source goes on with a sink that is gone."""
+    patch.setattr(source.Source, "peer_lost", lambda _self, _peer, _reason, _now: iter(()))
+
+
+@mutation
+def legs_are_waited_for_for_ever(patch):
+    """A source waits for a leg that never comes."""
+    patch.setattr(source.Source, "_waits", lambda _self, _one: False)
+
+
+@mutation
+def held_for_as_long_as_decode_queues(patch):
+    """Prefill holds what decode has no blocks for, while decode's blocks wait for what prefill has no blocks for."""
+
+    def make(original):
+        def init(self, *args, **settings):
+            original(self, *args, **{**settings, "hold_limit": math.inf})
+
+        return init
+
+    wrap(patch, source.Source, "__init__", make)
+
+
+@mutation
+def ended_handoffs_are_forgotten(patch):
+    """A late message of an ended handoff starts it again."""
+
+    def make(original):
+        def close(self, one, event):
+            original(self, one, event)
+            self._ended.clear()
+
+        return close
+
+    wrap(patch, source.Source, "_close", make)
+
+
+@mutation
+def finished_twice(patch):
+    """A source reports twice."""
+
+    def make(original):
+        def advance(self, one, now):
+            for action in original(self, one, now):
+                yield action
+                if isinstance(action, SourceFinished):
+                    yield action
+
+        return advance
+
+    wrap(patch, source.Source, "_advance", make)
+
+
+@mutation
+def failures_are_not_heard(patch):
+    """The sink does not hear that its source has failed."""
+    patch.setattr(sink.Sink, "failed", lambda _self, _frm, _message: iter(()))
+
+
+@mutation
+def openings_are_not_called_anew(patch):
+    """An opening whose engine is lost before it registered waits on."""
+    patch.setattr(mover.Openings, "lost", lambda _self, _rank: None)
