@@ -14,12 +14,14 @@ app = typer.Typer(
 
 def _register_commands() -> None:
     from kvxfer.bench import command as bench
+    from kvxfer.chaos import command as chaos
     from kvxfer.router import command as router
     from kvxfer.transport import command as transport
 
     router.register(app)
     transport.register(app)
     bench.register(app)
+    chaos.register(app)
 
 
 @app.callback()

@@ -234,13 +234,17 @@ class Source:
     # --- events from the sink's rank --------------------------------------------------------------------------------
 
     def expect(self, frm: RankId, message: Expect, now: float) -> Iterator[Action]:
-        """Handle Expect: keep the handoff alive for ``ttl`` more seconds, but held blocks no longer than the hold limit."""
+        """Handle Expect: keep the handoff alive for ``ttl`` more seconds, but held blocks no longer than the hold limit.
+
+        Who has registered has its own deadline: a second request of the same name, which queues for the very blocks that
+        the first one's registration holds, must not put it off for ever.
+        """
         if not 0.0 < message.ttl <= MAX_TTL:
             raise RemoteProtocolError(
                 f"{frm} expects {message.handoff} for {message.ttl} s; at most {MAX_TTL:g} s are allowed"
             )
         one = self._known(message.handoff, now)
-        if one is not None:
+        if one is not None and one.sink is None:
             one.deadline = max(one.deadline, min(now + message.ttl, one.hold_until))
             yield Note("source", message.handoff, "expected")
 

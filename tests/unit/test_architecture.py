@@ -32,7 +32,7 @@ MAY_IMPORT = {
     },
     "kvxfer/router/": {ERRORS},
     # The simulation plays engines: it drives what a connector drives.
-    "kvxfer/chaos/": {ERRORS, "kvxfer.protocol", "kvxfer.layout", "kvxfer.transport", "kvxfer.connector"},
+    "kvxfer/chaos/": {ERRORS, "kvxfer.protocol", "kvxfer.layout", "kvxfer.transport", "kvxfer.connector.announce"},
     # The bench measures the transport, and looks at engines from outside as an operator does.
     "kvxfer/bench/": {ERRORS, "kvxfer.protocol", "kvxfer.layout", "kvxfer.transport", "kvxfer.rails"},
     # A demonstration of wrong KV overrides what a connector registers.
@@ -62,7 +62,7 @@ NOT_IN_THE_CORE = {
 NOT_IN_THE_CORE |= {"os", "random", "secrets", "subprocess", "logging", "queue", "io", "pathlib"}
 
 MAX_LINES = 500
-LONGER = {"kvxfer/protocol/source.py": 520}
+LONGER = {"kvxfer/protocol/source.py": 530}
 """Modules that may be longer: one machine with its table and theory is one idea."""
 
 

@@ -735,3 +735,14 @@ def test_a_write_says_until_when_it_may_be_posted() -> None:
     rig.register()
     (write,) = [a for a in rig.complete() if isinstance(a, PostWrite)]
     assert write.until == 123.0
+
+
+def test_a_registration_whose_prefill_never_comes_is_not_put_off_by_who_only_expects() -> None:
+    """Found by simulation: a second decode request of the same name queues for the blocks that the first has registered."""
+    rig = Rig()
+    rig.register()
+    failures = []
+    for _ in range(20):
+        rig.do("expect", SCHEDULER, Expect(H, 30.0))
+        failures += sent(rig.wait(2.0), Failed)
+    assert [f.reason for f in failures] == ["no prefill request with this id came for 30 s"]

@@ -1,0 +1,66 @@
+"""``kvxfer chaos``: simulate many engines in trouble, deterministically, and say what was wrong."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from kvxfer.chaos.run import Summary
+    from kvxfer.chaos.simulation import Result
+
+
+def chaos(
+    *,
+    seeds: Annotated[int, typer.Option(help="How many seeds, from 0 on.", min=1)] = 100,
+    seed: Annotated[int | None, typer.Option(help="This seed alone, with the story of its first violation.")] = None,
+    handoffs: Annotated[int, typer.Option(help="Handoffs of each seed.", min=1)] = 100,
+    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Simulate engines whose processes die, sleep and restart, over a network and a fabric that fail: no byte may be wrong."""
+    import msgspec
+
+    from kvxfer.chaos.run import run, story
+
+    if seed is not None:
+        result, told = story(seed, handoffs)
+        for line in told:
+            typer.echo(line)
+        _say(result)
+        raise typer.Exit(1 if result.violations else 0)
+    summary = run(range(seeds), handoffs, done=lambda result: None if json or not result.violations else _say(result))
+    if json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(summary.to_json())).decode())
+    else:
+        _show(summary)
+    raise typer.Exit(1 if summary.failing else 0)
+
+
+def _say(result: Result) -> None:
+    typer.echo(
+        f"seed {result.seed}: {result.handoffs} handoffs, {result.moved} moved, "
+        f"{len(result.violations)} violations, digest {result.digest:08x}"
+    )
+    for violation in result.violations[:5]:
+        typer.echo(f"  {violation.at:.4f} {violation.check}: {violation.about} {violation.what}")
+
+
+def _show(summary: Summary) -> None:
+    told = summary.to_json()
+    for name in ("seeds", "handoffs", "moved", "events", "seconds"):
+        typer.echo(f"{name:<15} {told[name]:,}")
+    typer.echo(f"{'faults':<15} " + ", ".join(f"{kind} {count:,}" for kind, count in told["faults"].items()))
+    taken = sum(1 for counts in summary.coverage.values() for count in counts.values() if count)
+    typer.echo(f"{'transitions':<15} {taken} taken; never: {', '.join(told['never_taken']) or 'none'}")
+    for check, count in summary.violations.items():
+        typer.echo(f"{check:<15} {count:,}")
+    if summary.failing:
+        typer.echo(f"failing seeds: {', '.join(map(str, sorted(summary.failing)))}; see one with --seed")
+    else:
+        typer.echo("nothing was wrong")
+
+
+def register(app: typer.Typer) -> None:
+    """Add ``chaos`` to the command line."""
+    app.command()(chaos)

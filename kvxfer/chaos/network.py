@@ -1,0 +1,252 @@
+"""Simulated connections that carry control messages, with what sockets under ZeroMQ may do to them.
+
+A ``Wire`` is a DEALER connected to an address. Within a connection order is kept; between connections it is not. A connection
+that breaks loses what is under way in both directions, some of which may have arrived; the dialer connects anew by itself,
+what it sends meanwhile waits, and the listener sees a new route. Where nobody listens, connecting is tried again for as long
+as the wire is open. A partition stalls what an engine says to another, in one direction or in both, which then comes late and
+at once; or lets it take seconds; or breaks their connections until it is over.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from kvxfer.protocol.messages import unpack
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+
+    from kvxfer.chaos.world import World
+    from kvxfer.transport.commands import EngineAddress
+
+DOUBLED = 3
+"""Messages under way that come twice, at most, when a connection breaks and is made anew."""
+
+
+class Ear(Protocol):
+    """A process's control channel, as the network sees it."""
+
+    name: str
+    host: str
+    alive: bool
+
+    def hear(self, packed: bytes, route: Hashable) -> None:
+        """Take what arrives."""
+
+
+@dataclass(eq=False, slots=True)
+class Wire:
+    """One dialed connection, and all that are made anew in its place. ``life`` counts them."""
+
+    number: int
+    owner: Ear
+    address: EngineAddress
+    where: tuple[str, int]
+    open: bool = True
+    life: int = 0
+    peer: Ear | None = None
+    waiting: list[bytes] = field(default_factory=list)  # not connected: kept until it is
+    there: deque[bytes] = field(default_factory=deque)  # under way to the peer
+    back: deque[bytes] = field(default_factory=deque)
+    last_there: float = 0.0
+    last_back: float = 0.0
+
+
+class Network:
+    """All wires, all listeners. ``delay`` is the range of a message's way in seconds."""
+
+    def __init__(self, world: World, faults: Counter[str]) -> None:
+        self.world = world
+        self.faults = faults
+        self.delay = (0.0001, 0.004)
+        self.slow = 0.0  # probability of a message that takes up to a second
+        self.listeners: dict[tuple[str, int], Ear] = {}
+        self.wires: dict[int, Wire] = {}
+        self._stalled: dict[tuple[str, str], float] = {}  # from, to
+        self._lagging: dict[tuple[str, str], tuple[float, float]] = {}  # from, to: until, seconds
+        self._cut: dict[frozenset[str], float] = {}
+        self._numbers = 0
+
+    # --- what goes wrong --------------------------------------------------------------------------------------------
+
+    def connected(self) -> list[Wire]:
+        """Return the wires that could break."""
+        return [wire for wire in self.wires.values() if wire.open and wire.peer is not None]
+
+    def break_wire(self, wire: Wire, *, doubled: bool = False) -> None:
+        """Break a connection. What is under way is lost; or, ``doubled``, some of it arrives now and again later."""
+        if doubled and wire.there and wire.peer is not None:
+            again = list(wire.there)[:DOUBLED]
+            self.faults["doubled"] += len(again)
+            for packed in again:
+                self._hand_over(wire, packed, there=True)
+            wire.waiting[:0] = again
+        self.faults["lost_words"] += len(wire.there) + len(wire.back)
+        wire.life += 1
+        wire.peer = None
+        wire.there.clear()
+        wire.back.clear()
+        self.world.after(self.world.random.uniform(0.02, 1.0), self._connect, wire)
+
+    def stall(self, one: str, other: str, until: float) -> None:
+        """Let what one host says to another wait until then."""
+        self._stalled[one, other] = until
+
+    def lag(self, one: str, other: str, until: float, seconds: float) -> None:
+        """Let what one host says to another take so long, until then."""
+        self._lagging[one, other] = until, seconds
+
+    def cut(self, one: str, other: str, until: float) -> None:
+        """Break the connections between two hosts; none is made until then."""
+        self._cut[frozenset((one, other))] = until
+        for wire in self.connected():
+            if {wire.owner.host, wire.where[0]} == {one, other}:
+                self.break_wire(wire)
+
+    def heal(self) -> None:
+        """End every partition."""
+        self._stalled.clear()
+        self._lagging.clear()
+        self._cut.clear()
+        self.slow = 0.0
+
+    def gone(self, ear: Ear) -> None:
+        """A process has died: its wires and its ear go with it."""
+        for where in [w for w, listener in self.listeners.items() if listener is ear]:
+            del self.listeners[where]
+        for wire in list(self.wires.values()):
+            if wire.owner is ear:
+                self.close(wire)
+            elif wire.peer is ear:
+                self.break_wire(wire)
+
+    # --- for the ends -----------------------------------------------------------------------------------------------
+
+    def dial(self, owner: Ear, address: EngineAddress, where: tuple[str, int], first: bytes) -> Wire:
+        """Begin to connect."""
+        self._numbers += 1
+        wire = self.wires[self._numbers] = Wire(self._numbers, owner, address, where)
+        wire.waiting.append(first)
+        self.world.after(self._way(), self._connect, wire)
+        return wire
+
+    def send(self, wire: Wire, packed: bytes, *, there: bool) -> None:
+        """Put a message on its way."""
+        if there and wire.peer is None:
+            wire.waiting.append(packed)
+            return
+        at = self.world.now + self._way()
+        if self._lagging:
+            until, seconds = self._lagging.get(self._ends(wire, there=there), (0.0, 0.0))
+            at += seconds if until > at else 0.0
+        if there:
+            wire.last_there = at = max(at, wire.last_there + 1e-6)
+            wire.there.append(packed)
+        else:
+            wire.last_back = at = max(at, wire.last_back + 1e-6)
+            wire.back.append(packed)
+        self.world.at(at, self._arrive, wire, wire.life, there)
+
+    def close(self, wire: Wire) -> None:
+        """Close a wire; what has left still arrives."""
+        wire.open = False
+        wire.waiting.clear()
+        wire.back.clear()
+        self.wires.pop(wire.number, None)
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _ends(wire: Wire, *, there: bool) -> tuple[str, str]:
+        return (wire.owner.host, wire.where[0]) if there else (wire.where[0], wire.owner.host)
+
+    def _way(self) -> float:
+        if self.world.chance(self.slow):
+            self.faults["slow_word"] += 1
+            return self.world.random.uniform(0.01, 1.0)
+        return self.world.random.uniform(*self.delay)
+
+    def _connect(self, wire: Wire) -> None:
+        if not wire.open or wire.peer is not None:
+            return
+        peer = self.listeners.get(wire.where)
+        pair = frozenset((wire.owner.host, wire.where[0]))
+        stalled = self._stalled.get(self._ends(wire, there=True), 0.0) > self.world.now
+        if peer is None or stalled or self._cut.get(pair, 0.0) > self.world.now:
+            self.faults["refused_connection"] += 1
+            self.world.after(self.world.random.uniform(0.05, 0.4), self._connect, wire)
+            return
+        wire.peer = peer
+        waiting, wire.waiting = wire.waiting, []
+        for packed in waiting:
+            self.send(wire, packed, there=True)
+
+    def _arrive(self, wire: Wire, life: int, there: bool) -> None:
+        if life != wire.life:
+            return
+        until = self._stalled.get(self._ends(wire, there=there), 0.0) if self._stalled else 0.0
+        if until > self.world.now:
+            self.world.at(until, self._arrive, wire, life, there)
+            return
+        under_way = wire.there if there else wire.back
+        if under_way:
+            self._hand_over(wire, under_way.popleft(), there=there)
+
+    def _hand_over(self, wire: Wire, packed: bytes, *, there: bool) -> None:
+        ear = wire.peer if there else wire.owner
+        if ear is None or not ear.alive:
+            return
+        if self.world.keep:
+            envelope, message = unpack(packed)
+            handoff = getattr(message, "handoff", None)
+            if handoff is not None:
+                self.world.note(ear.name, handoff.transfer, f"hears {message} from {envelope.sender.agent}")
+            elif type(message).__name__ != "Heartbeat":
+                self.world.note(ear.name, "", f"hears {type(message).__name__} from {envelope.sender.agent}")
+        ear.hear(packed, ("in", wire.number, wire.life) if there else ("out", wire.number, 0))
+
+
+class Wires:
+    """One process's side of the network, as its switchboard wants it. A route: (direction, wire, life of the wire)."""
+
+    def __init__(self, network: Network, owner: Ear) -> None:
+        self._network = network
+        self._owner = owner
+        self._mine: dict[int, Wire] = {}
+
+    def dial(self, address: EngineAddress, host: str, port: int, first: bytes) -> None:
+        """Open a wire."""
+        wire = self._network.dial(self._owner, address, (host, port), first)
+        self._mine[wire.number] = wire
+
+    def put(self, route: Hashable, packed: bytes) -> None:
+        """Send; to a route that is gone, nothing."""
+        assert isinstance(route, tuple)
+        direction, number, life = route
+        if direction == "out":
+            wire = self._mine.get(number)
+            if wire is not None:
+                self._network.send(wire, packed, there=True)
+            return
+        wire = self._network.wires.get(number)
+        if wire is not None and wire.life == life and wire.peer is self._owner:
+            self._network.send(wire, packed, there=False)
+
+    def dialed(self, route: Hashable) -> EngineAddress | None:
+        """Return the call on whose behalf a route was dialed."""
+        assert isinstance(route, tuple)
+        wire = self._mine.get(route[1]) if route[0] == "out" else None
+        return None if wire is None else wire.address
+
+    def dialed_for(self, address: EngineAddress) -> Sequence[Hashable]:
+        """Return the routes that were dialed for a call."""
+        return [("out", number, 0) for number, wire in self._mine.items() if wire.address == address]
+
+    def hang_up(self, route: Hashable) -> None:
+        """Close a wire."""
+        assert isinstance(route, tuple)
+        wire = self._mine.pop(route[1], None) if route[0] == "out" else None
+        if wire is not None:
+            self._network.close(wire)
