@@ -18,6 +18,10 @@ root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
 venv=${KVXFER_VENV:-$root/.venv}
 lock=${KVXFER_LOCK:-$root/requirements/local.lock}
 [[ $venv = /* ]] || venv=$PWD/$venv
+if [[ $venv = *[[:space:]]* ]]; then
+    printf 'setup_env: %s has a space in it, and vLLM does not run from such a path: set KVXFER_VENV to one without\n' "$venv" >&2
+    exit 1
+fi
 [[ $lock = /* ]] || lock=$PWD/$lock
 stamp=$venv/.kvxfer-stamp
 torch_cpu_index=https://download.pytorch.org/whl/cpu

