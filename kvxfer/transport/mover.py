@@ -119,7 +119,6 @@ class Mover(threading.Thread):
         self._cards: dict[RankId, RankCard] = {}
         self._agents: dict[RankId, str] = {}
         self._openings = Openings(connect)
-        self._early: list[tuple[str, bytes]] = []  # notifications that came outside of a turn
         self._in_flight: list[_InFlight] = []
         self._next_tick = 0.0
 
@@ -176,8 +175,7 @@ class Mover(threading.Thread):
         """
         first = self._take(wait)
         terminal = self._observe()
-        early, self._early = self._early, []
-        notifications = early + self._listen()
+        notifications = self._listen()
         if first is not None and not self._handle_all(first):
             return False
         while (command := self._take(0.0)) is not None:
@@ -195,14 +193,13 @@ class Mover(threading.Thread):
             self._guarded(lambda now: self._run(self.sink.tick(now)), now)
         return True
 
-    def _listen(self, *, always: bool = False) -> list[tuple[str, bytes]]:
-        if not (always or self.sink.receiving() or self.source.serving()):
+    def _listen(self) -> list[tuple[str, bytes]]:
+        if not (self.sink.receiving() or self.source.serving()):
             return []
         try:
             return self._agent.notifications()
         except Exception:
-            logger.exception("the fabric could not be asked for notifications; it is asked again")
-            time.sleep(TICK)
+            logger.warning("the fabric could not be asked for notifications, and is asked again", exc_info=True)
             return []
 
     def _wait_time(self) -> float | None:
@@ -489,20 +486,5 @@ class Mover(threading.Thread):
             raise TransportError(f"{peer} has no open session")
         name = self._agents.get(peer)
         if name is None:
-            name = self._agents[peer] = self._add_peer(card)
+            name = self._agents[peer] = self._agent.add_peer(card.agent)
         return name, card
-
-    def _add_peer(self, card: RankCard) -> str:
-        """Make a peer's memory reachable, at the third attempt at the latest.
-
-        The error of another peer's broken connection waits in the completion queue until somebody reads it, and NIXL's
-        LIBFABRIC backend takes it for an error of whatever it does next (seen when a killed engine came back, NIXL 1.4.1).
-        Progressing the fabric takes it away.
-        """
-        for _ in range(2):
-            try:
-                return self._agent.add_peer(card.agent)
-            except TransportError as error:
-                logger.info("%s; trying again", error)
-                self._early += self._listen(always=True)
-        return self._agent.add_peer(card.agent)

@@ -92,26 +92,3 @@ def test_an_agent_that_raises_ends_no_mover_and_strands_no_handoff(ranks, fault)
     p.prefill(H, "p1", [2], 4)
     d.wait("d1", timeout=2.0)
     p.wait("p1", timeout=2.0)
-
-
-def test_the_error_of_another_peers_connection_does_not_fail_a_new_one(ranks) -> None:
-    """NIXL's LIBFABRIC backend reports a broken connection's error at whatever it does next; once it is read, it is gone."""
-    fabric = TwinFabric()
-
-    class Soiled(TwinAgent):
-        soiled = True
-
-        def add_peer(self, metadata: bytes) -> str:
-            if self.soiled:
-                raise TransportError("NIXL_ERR_BACKEND")
-            return super().add_peer(metadata)
-
-        def notifications(self):
-            self.soiled = False
-            return super().notifications()
-
-    p, d = ranks("p", make_agent=lambda name: Soiled(name, fabric)), ranks("d", fabric)
-    p.fill([2], 2)
-    d.open(H, "d1", p.address, [2], 4)
-    p.prefill(H, "p1", [2], 4)
-    assert d.wait("d1").reason is None
