@@ -27,13 +27,13 @@ def restarted(engine: engines.Engine) -> engines.Engine:
 
 
 async def serves(pair: Pair, seed: int) -> None:
-    """The pair answers, through the router, by a handoff, within a minute: the router must see a restarted engine, and the first may fail."""
+    """The pair answers, through the router, by a handoff; the router may need a moment to see a restarted engine."""
     tokens = prompt(500, seed)
     async with Client(pair.router.url) as client:
         deadline = time.monotonic() + 60
         while True:
             try:
-                answer = await client.complete(tokens, 8, stream=False)
+                answer = await client.complete(tokens, 8)
                 break
             except RequestError:
                 assert time.monotonic() < deadline, "the pair does not serve again"
