@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
+
 import pytest
 
 from kvxfer.errors import TransportError
@@ -14,6 +17,12 @@ class Double:
     def __init__(self, errors: int) -> None:
         self.errors = errors
         self.notifications = [{b"peer": [b"late"]}]
+
+    def get_plugin_list(self) -> list[str]:
+        return ["LIBFABRIC"]
+
+    def create_backend(self, backend: str, options: dict[str, str]) -> None:
+        assert (backend, options) == ("LIBFABRIC", {})
 
     def get_new_notifs(self):
         if self.errors:
@@ -30,11 +39,16 @@ class Double:
 
 @pytest.fixture
 def agent(monkeypatch):
+    """Make a real NixlAgent over the double, by the imports that it makes itself."""
+
     def make(errors: int) -> NixlAgent:
-        made = NixlAgent.__new__(NixlAgent)
-        made.name, made.backend, made._agent = "a", "LIBFABRIC", Double(errors)
-        made._kept, made._soiled = [], False
-        return made
+        api = ModuleType("nixl._api")
+        api.nixl_agent = lambda name, config: Double(errors)
+        api.nixl_agent_config = lambda **settings: settings
+        monkeypatch.setitem(sys.modules, "nixl", ModuleType("nixl"))
+        monkeypatch.setitem(sys.modules, "nixl._api", api)
+        monkeypatch.setattr("kvxfer.transport.nixl.ensure_native_libraries", lambda backend: None)
+        return NixlAgent("a")
 
     return make
 
