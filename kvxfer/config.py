@@ -34,6 +34,17 @@ UPSTREAM_IGNORED = frozenset(
 """Keys of upstream's NIXL connectors that have no meaning here, or not yet; they are accepted, and named in one log line."""
 
 
+_DURATIONS = (
+    "leg_timeout",
+    "hold_limit",
+    "connect_timeout",
+    "drain_bound",
+    "transfer_limit",
+    "mover_timeout",
+    "poll_interval",
+)
+
+
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything that can be set. Times in seconds."""
 
@@ -67,6 +78,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """How long one heartbeat allows the peer to post writes into this engine's memory."""
     drain_bound: float = 2.0
     """How long a posted transfer may still land after its process is gone, or after it failed."""
+    pin_limit: float = 0.5
+    """Share of the KV cache's blocks that may be pinned while they are written from; what exceeds it is written later."""
+    transfer_limit: float = 120.0
+    """How long one posted transfer may take; then it is stopped by revoking the keys of this rank's memory."""
+    revoke: bool = True
+    """Revoke the keys of this rank's memory before blocks return that a lost peer might still write into."""
+    mover_timeout: float = 30.0
+    """How long the mover may be busy with one round; then this process stops beating, and its peers think it lost."""
     poll_interval: float = 0.0003
     """Between two looks at the fabric while something is under way."""
     record_capacity: int = 1024
@@ -134,11 +153,13 @@ def _ranges(settings: Settings) -> list[str]:
         found.append(f"backend={settings.backend!r} must be LIBFABRIC or UCX")
     if not 0 < settings.control_port < 65536:  # noqa: PLR2004
         found.append(f"control_port={settings.control_port} must be from 1 to 65535")
-    for name in ("leg_timeout", "hold_limit", "connect_timeout", "drain_bound", "poll_interval"):
+    for name in _DURATIONS:
         if not getattr(settings, name) > 0:  # so that NaN is caught, too
             found.append(f"{name}={getattr(settings, name):g} must be above 0")
     if not settings.pull_lease > 1:
         found.append(f"pull_lease={settings.pull_lease:g} must be above 1: the reader takes half a second off it")
+    if not 0 <= settings.pin_limit <= 1:
+        found.append(f"pin_limit={settings.pin_limit:g} must be from 0 to 1, a share of the KV cache's blocks")
     if settings.record_capacity < 1:
         found.append(f"record_capacity={settings.record_capacity} must be at least 1")
     return found

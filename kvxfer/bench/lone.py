@@ -17,6 +17,7 @@ import numpy as np
 from kvxfer.errors import TransportError
 from kvxfer.layout.blocks import CacheLayout, Region
 from kvxfer.layout.card import RankCard
+from kvxfer.protocol.actions import SinkFinished, SourceFinished, SourceQuiet
 from kvxfer.protocol.ids import HandoffId, RankId
 from kvxfer.protocol.messages import Directory, RankAddress
 from kvxfer.protocol.peers import Timing
@@ -28,7 +29,6 @@ from kvxfer_host import HostPlatform
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvxfer.protocol.actions import SinkFinished, SourceFinished
     from kvxfer.transport.agent import Agent
     from kvxfer.transport.records import HandoffRecord
 
@@ -74,6 +74,7 @@ class LoneRank:
         backend: str = "LIBFABRIC",
         changes: dict[str, Any] | None = None,
         connect_timeout: float = 5.0,
+        mover_timeout: float = 30.0,
         **settings: Any,
     ) -> None:
         self.block_size = block_size
@@ -89,12 +90,13 @@ class LoneRank:
             MoverSettings(**{"mode": mode, **settings}),
             timing or Timing(),
             connect_timeout=connect_timeout,
+            mover_timeout=mover_timeout,
         )
         self.mover, self.control = self.threads.mover, self.threads.control
         where = RankAddress(0, self.me.incarnation, 0, 0, "", self.control.port)
         self.control.publish(Directory(engine, 1, 1, ready=True, ranks=(where,)))
         self.threads.start(lambda agent: RankCard(engine, model, 0, 1, 0, 1, backend, self.layout, agent))
-        self.finished: list[SourceFinished | SinkFinished] = []
+        self.finished: list[SourceFinished | SinkFinished | SourceQuiet] = []
 
     # --- the engine's part ------------------------------------------------------------------------------------------
 
@@ -150,7 +152,7 @@ class LoneRank:
             while self.mover.results:
                 self.finished.append(self.mover.results.popleft())
             for one in self.finished:
-                if one.request_id == request:
+                if not isinstance(one, SourceQuiet) and one.request_id == request:
                     return one
             time.sleep(0.0002)
         raise TransportError(f"{self.me} did not report {request} within {timeout:g} s")

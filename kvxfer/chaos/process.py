@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
     from kvxfer.chaos.simulation import Simulation
-    from kvxfer.protocol.actions import SourceFinished
+    from kvxfer.protocol.actions import SourceFinished, SourceQuiet
     from kvxfer.protocol.messages import AnyMessage, Message
     from kvxfer.protocol.peers import Timing
     from kvxfer.transport.dialer import Outcome
@@ -114,9 +114,17 @@ class Channel:
     def on_up(self, rank: RankId, card: RankCard | None) -> None:
         """Nothing to do."""
 
-    def on_lost(self, rank: RankId, reason: str, granted_until: float) -> None:
+    def beating(self, now: float) -> bool:
+        """A scheduler process has nothing that its peers wait for."""
+        del now
+        return True
+
+    def on_ended(self, rank: RankId) -> None:
+        """Nothing to do."""
+
+    def on_lost(self, rank: RankId, reason: str, granted_until: float, *, dead: bool) -> None:
         """Forget the engine's ranks."""
-        del reason, granted_until
+        del reason, granted_until, dead
         self.announcer.on_lost(rank)
 
     def on_lease(self, rank: RankId, until: float) -> None:
@@ -214,12 +222,12 @@ class Process:
             self.me, layout, self._make_agent, sim.settings, self.worker.send, self.worker.connect, clock=self.clock
         )
         self.mover.prepare()
-        card = RankCard(engine, "tags", 0, 1, 0, 1, "twin", layout, self.mover.agent_metadata)
+        card = RankCard(engine, "tags", 0, 1, 0, 1, "twin", layout, self.mover.transfers.keeper.metadata)
         self.worker.switchboard.sessions.card = card
         where = RankAddress(0, incarnation, 0, 0, "", port + 1)
         self.scheduler.switchboard.directory = Directory(engine, 1, 1, ready=True, ranks=(where,))
         self.address = cmd.EngineAddress(host, port, engine)
-        self.results: deque[SourceFinished | SinkFinished] = deque()
+        self.results: deque[SourceFinished | SinkFinished | SourceQuiet] = deque()
         self.on_results: Callable[[], None] = lambda: None
         self._turn_at = float("inf")
         self._held_until = 0.0
@@ -340,10 +348,19 @@ class Process:
         if card is not None:
             self.post(cmd.PeerUp(rank, card))
 
-    def on_lost(self, rank: RankId, reason: str, granted_until: float) -> None:
+    def beating(self, now: float) -> bool:
+        """Movers of the simulation never hang."""
+        del now
+        return True
+
+    def on_ended(self, rank: RankId) -> None:
+        """Tell the mover that the process of a peer which was lost before has ended."""
+        self.post(cmd.PeerEnded(rank))
+
+    def on_lost(self, rank: RankId, reason: str, granted_until: float, *, dead: bool) -> None:
         """Tell the mover that a peer is lost."""
         self.sim.world.note(self.name, "", f"loses {rank.agent}: {reason}")
-        self.post(cmd.PeerLost(rank, reason, granted_until))
+        self.post(cmd.PeerLost(rank, reason, granted_until, dead))
 
     def on_lease(self, rank: RankId, until: float) -> None:
         """Tell the mover until when it may post."""

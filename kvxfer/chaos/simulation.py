@@ -329,7 +329,8 @@ def _leftovers(process: Process, alive: set[str]) -> list[str]:
         (mover.source, ("_handoffs", "_by_request", "_transfers", "_granted")),
         (mover.sink, ("_handoffs", "_by_request", "_transfers", "_exposed")),
         (mover._openings, ("_open", "_called")),  # noqa: SLF001
-        (mover, ("_in_flight", "_steps")),
+        (mover, ("_steps",)),
+        (mover.transfers, ("in_flight",)),
         (mover.records, ("_open",)),
         (process.scheduler.announcer, ("_expected", "_waiting")),
     ):
@@ -337,10 +338,10 @@ def _leftovers(process: Process, alive: set[str]) -> list[str]:
             kept = getattr(owner, name)
             if kept:
                 found.append(f"{type(owner).__name__}.{name} keeps {list(kept) if hasattr(kept, '__iter__') else kept}")
-    for name in ("_cards", "_agents"):
-        dead = [rank.agent for rank in getattr(mover, name) if rank.incarnation not in alive]
+    for name in ("cards", "_names"):
+        dead = [rank.agent for rank in getattr(mover.transfers, name) if rank.incarnation not in alive]
         if dead:
-            found.append(f"Mover.{name} keeps {dead}, who are dead")
+            found.append(f"Transfers.{name} keeps {dead}, who are dead")
     for channel in (process.worker, process.scheduler):
         board = channel.switchboard
         if board.calling:

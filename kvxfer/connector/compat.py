@@ -95,6 +95,15 @@ def needs_every_position(request: Any) -> bool:
     )
 
 
+def may_pin(vllm_config: Any) -> bool:
+    """Tell whether blocks may be referenced beside their requests.
+
+    Cascade attention, off by default, takes blocks with as many references as there are running requests for their common
+    prefix (0.26 and 0.29, v1/core/single_type_kv_cache_manager.py ``get_num_common_prefix_blocks``).
+    """
+    return bool(getattr(vllm_config.model_config, "disable_cascade_attn", True))
+
+
 def geometry(vllm_config: Any, kv_cache_config: Any, layer_names: list[str]) -> Geometry:
     """Collect what vLLM's configuration says of this rank's cache."""
     model, cache = vllm_config.model_config, vllm_config.cache_config

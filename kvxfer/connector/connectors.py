@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from kvxfer.config import settings_from
 from kvxfer.connector import compat, plugin
-from kvxfer.connector.metadata import RankHandshake, StepMetadata
+from kvxfer.connector.metadata import QuietPins, RankHandshake, StepMetadata
 from kvxfer.connector.scheduler import SchedulerHalf
 from kvxfer.connector.worker import WorkerHalf
 from kvxfer.errors import ConfigError
@@ -62,6 +62,10 @@ class KvxferConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not 
     def _in_scheduler(self) -> SchedulerHalf:
         assert self._scheduler is not None, "a scheduler's hook was called in a worker"
         return self._scheduler
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """See SchedulerHalf."""
+        self._in_scheduler().bind_block_pool(gpu_block_pool)
 
     def on_new_request(self, request: Any) -> None:
         """See SchedulerHalf."""
@@ -145,6 +149,11 @@ class KvxferConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """See WorkerHalf.take_failed_blocks. vLLM asks right after ``get_finished``, in the same pass."""
         return self._in_worker().take_failed_blocks()
+
+    def build_connector_worker_meta(self) -> QuietPins | None:
+        """Tell the scheduler half which orphaned blocks are read no more; comes after ``get_finished``, on every step."""
+        quiet = self._in_worker().take_quiet()
+        return QuietPins(dict.fromkeys(quiet, 1)) if quiet else None
 
     # --- both -------------------------------------------------------------------------------------------------------
 

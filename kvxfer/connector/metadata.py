@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
 
 from kvxfer.protocol.messages import RankAddress  # noqa: TC001 - pickled and rebuilt by vLLM
 from kvxfer.transport.commands import Step
@@ -22,3 +26,17 @@ class RankHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # like
     """Worker to scheduler, once: where this rank's control thread listens."""
 
     address: RankAddress
+
+
+@dataclass
+class QuietPins(KVConnectorWorkerMetadata):  # type: ignore[misc]  # likewise
+    """Workers to scheduler, a step: token of orphaned blocks → how many ranks read them no more (see ``pins``)."""
+
+    ranks: dict[int, int]
+
+    def aggregate(self, other: QuietPins) -> QuietPins:
+        """Add up what two ranks, or groups of ranks, say."""
+        both = dict(self.ranks)
+        for token, count in other.ranks.items():
+            both[token] = both.get(token, 0) + count
+        return QuietPins(both)

@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvxfer.connector import compat
 from kvxfer.connector.announce import Announcer
+from kvxfer.connector.metadata import QuietPins
 from kvxfer.connector.params import ParamsError, SinkParams, SourceParams, parse
+from kvxfer.connector.pins import Pins
 from kvxfer.errors import RemoteProtocolError
 from kvxfer.protocol.messages import Directory, Report
 from kvxfer.transport.commands import SinkCancel, SinkOpen, SourceFinish, SourceProgress, SourceStart, Step
@@ -52,12 +54,16 @@ class _Sink:
 
 @dataclass(slots=True)
 class _Source:
-    """A request whose KV somebody else wants. ``complete``: its last prompt position was scheduled."""
+    """A request whose KV somebody else wants. ``complete``: its last prompt position was scheduled.
+
+    ``withheld``: blocks that the workers are not told of before the request has ended, since they could not be pinned.
+    """
 
     handoff: HandoffId
     prompt_tokens: int
     complete: bool = False
     has_blocks: bool = False
+    withheld: list[int] | None = None
 
 
 class SchedulerHalf:
@@ -71,6 +77,8 @@ class SchedulerHalf:
         self._pp_size = parallel.pipeline_parallel_size
         self._block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self._engine = me.engine
+        self._may_pin = compat.may_pin(vllm_config)
+        self._pins: Pins | None = None
         self._step = Step()
         self._sources: dict[str, _Source] = {}
         self._sinks: dict[str, _Sink] = {}
@@ -79,6 +87,18 @@ class SchedulerHalf:
         self._announcer = Announcer(self.control, settings.leg_timeout)
         self.control.start()
         logger.info("engine %s: control channel at %s:%d", me.engine, settings.control_host, port)
+
+    def bind_block_pool(self, pool: Any) -> None:
+        """Take vLLM's block pool: with it, blocks can be pinned while writes read them, and hence written while they grow."""
+        if self.mode == "push" and self._may_pin:
+            limit = int(self.settings.pin_limit * pool.num_gpu_blocks)
+            self._pins = Pins(pool, limit, self._tp_size * self._pp_size)
+        elif self.mode == "push":
+            logger.warning(
+                "engine %s: cascade attention takes pinned blocks for shared ones, so prompts are written only when they are "
+                "computed whole; start without --no-disable-cascade-attn to write them while they are computed",
+                self._engine,
+            )
 
     # --- requests come ----------------------------------------------------------------------------------------------
 
@@ -168,13 +188,23 @@ class SchedulerHalf:
             final = min(one.computed + one.scheduled, source.prompt_tokens)
             source.has_blocks = True
             source.complete = final == source.prompt_tokens
-            step.progress.append(SourceProgress(one.request_id, one.blocks, final))
+            if source.withheld is None and self._pinned(one.request_id, one.blocks):
+                step.progress.append(SourceProgress(one.request_id, one.blocks, final))
+            else:
+                source.withheld = [*(source.withheld or ()), *one.blocks]
 
-    @staticmethod
-    def _restart(request_id: str, source: _Source, step: Step) -> None:
+    def _pinned(self, request_id: str, blocks: tuple[int, ...]) -> bool:
+        """Pin blocks that will be written from; in pull nothing reads them before vLLM holds them for us."""
+        return self.mode == "pull" or (self._pins is not None and self._pins.pin(request_id, blocks))
+
+    def _restart(self, request_id: str, source: _Source, step: Step) -> None:
         if source.has_blocks:
             source.has_blocks = source.complete = False
+            source.withheld = None
             step.preempted.append(request_id)
+            token = 0 if self._pins is None else self._pins.orphan(request_id)
+            if token:
+                step.tokens[request_id] = token
 
     # --- requests go ------------------------------------------------------------------------------------------------
 
@@ -199,11 +229,25 @@ class SchedulerHalf:
         elif len(block_ids) * self._block_size < source.prompt_tokens:
             aborted = "prefill was preempted while its last token was in flight"
         held = bool(block_ids)
-        self._step.finished.append(SourceFinish(request_id, aborted, held))
+        self._step.finished.append(self._finish(request_id, source, aborted, held=held))
         return held, None if aborted else self._answer(source.handoff, request_id, source.prompt_tokens)
 
+    def _finish(self, request_id: str, source: _Source, aborted: str | None, *, held: bool) -> SourceFinish:
+        token = 0
+        if self._pins is not None and held:
+            self._pins.let_go(request_id)
+        elif self._pins is not None:
+            token = self._pins.orphan(request_id)
+        withheld = None
+        if source.withheld is not None and held and source.complete:
+            withheld = SourceProgress(request_id, tuple(source.withheld), source.prompt_tokens)
+        return SourceFinish(request_id, aborted, held, token, withheld)
+
     def update_connector_output(self, output: Any) -> None:
-        """Note which sinks have been reported: they owe nothing any more."""
+        """Note which sinks have been reported: they owe nothing any more; and which orphaned blocks nobody reads."""
+        quiet = getattr(output, "kv_connector_worker_meta", None)
+        if self._pins is not None and isinstance(quiet, QuietPins):
+            self._pins.quiet(quiet.ranks)
         for request_id in output.finished_recving or ():
             sink = self._sinks.get(request_id)
             if sink is not None:
@@ -211,7 +255,7 @@ class SchedulerHalf:
 
     def has_pending_work(self) -> bool:
         """Tell whether something noted must reach the workers although no request may be left to schedule."""
-        return bool(self._step)
+        return bool(self._step or self._pins)
 
     def _probe_answer(self, request: Any) -> dict[str, Any] | None:
         try:
@@ -256,10 +300,18 @@ class SchedulerHalf:
     def on_up(self, rank: RankId, card: RankCard | None) -> None:
         """Nothing to do: the announcer hears of whole engines."""
 
-    def on_lost(self, rank: RankId, reason: str, granted_until: float) -> None:
+    def beating(self, now: float) -> bool:
+        """A scheduler process has nothing that its peers wait for."""
+        del now
+        return True
+
+    def on_lost(self, rank: RankId, reason: str, granted_until: float, *, dead: bool) -> None:
         """Forget the engine's ranks."""
-        del reason, granted_until
+        del reason, granted_until, dead
         self._announcer.on_lost(rank)
+
+    def on_ended(self, rank: RankId) -> None:
+        """Nothing to do: it was lost before."""
 
     def on_lease(self, rank: RankId, until: float) -> None:
         """Nothing to do: a scheduler process posts nothing."""

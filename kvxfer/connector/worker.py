@@ -19,7 +19,7 @@ from kvxfer.connector import compat
 from kvxfer.errors import ConfigError, TransportError
 from kvxfer.layout.card import RankCard
 from kvxfer.platform import platform_for
-from kvxfer.protocol.actions import SourceFinished
+from kvxfer.protocol.actions import SourceFinished, SourceQuiet
 from kvxfer.protocol.messages import RankAddress
 from kvxfer.transport import commands as cmd
 from kvxfer.transport.mover import MoverSettings
@@ -53,6 +53,7 @@ class WorkerHalf:
         self._opened: dict[str, bytes] = {}
         self._cancelled: set[str] = set()
         self._failed_blocks: set[int] = set()
+        self._quiet: list[int] = []
 
     # --- start and end ----------------------------------------------------------------------------------------------
 
@@ -76,12 +77,15 @@ class WorkerHalf:
                 pull_lease=settings.pull_lease,
                 hold_limit=settings.hold_limit,
                 drain_bound=settings.drain_bound,
+                transfer_limit=settings.transfer_limit,
+                revoke=settings.revoke,
                 poll=settings.poll_interval,
                 records=settings.record_capacity,
             ),
             settings.timing,
             host=settings.control_host,
             connect_timeout=settings.connect_timeout,
+            mover_timeout=settings.mover_timeout,
             cpus=self._platform.background_cpus(),
         )
         tp_rank, pp_rank = compat.parallel_ranks(self._vllm_config)
@@ -154,6 +158,9 @@ class WorkerHalf:
             if isinstance(done, SourceFinished):
                 sent.add(done.request_id)
                 continue
+            if isinstance(done, SourceQuiet):
+                self._quiet.append(done.token)
+                continue
             received.add(done.request_id)
             blocks = self._opened.pop(done.request_id, b"")
             cancelled = done.request_id in self._cancelled
@@ -169,3 +176,8 @@ class WorkerHalf:
         """Return the blocks whose load failed, for requests that ``take_finished`` has just returned."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
+
+    def take_quiet(self) -> list[int]:
+        """Return the tokens of orphaned blocks that no write of this rank reads any more. Asked after ``take_finished``."""
+        quiet, self._quiet = self._quiet, []
+        return quiet

@@ -59,6 +59,23 @@ class PostRead:
 
 
 @dataclass(frozen=True, slots=True)
+class Revoke:
+    """Make the keys of this rank's memory others than they were, so that nothing posted under the old ones lands any more.
+
+    When it is done, the driver fails every transfer of this rank that was not terminal, and calls ``Sink.revoked``.
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SourceQuiet:
+    """Nothing reads any more from the blocks that a request had before the preemption, or end, that gave this ``token``."""
+
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
 class SourceFinished:
     """The engine may have the source's blocks back (vLLM: finished_sending)."""
 
@@ -88,4 +105,4 @@ class Note:
     detail: str = ""
 
 
-Action = Send | PostWrite | PostRead | SourceFinished | SinkFinished | Note
+Action = Send | PostWrite | PostRead | Revoke | SourceQuiet | SourceFinished | SinkFinished | Note

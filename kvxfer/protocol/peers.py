@@ -26,9 +26,8 @@ from kvxfer.protocol.messages import Heartbeat
 
 
 class State(Enum):
-    """Of a session."""
+    """Of a session. It begins when one side's greeting has been accepted: until then, nothing hangs on the peer's life."""
 
-    GREETING = "greeting"  # Hello sent, not answered
     UP = "up"
     LOST = "lost"  # silent for too long, replaced, or closed
 
@@ -36,13 +35,11 @@ class State(Enum):
 class Event(Enum):
     """What moves a session from state to state."""
 
-    WELCOME = "welcome"
     SILENCE = "silence"
-    REPLACED = "replaced"
+    REPLACED = "replaced"  # another incarnation answers, the peer forgot us, or its process is known to have ended
 
 
 TRANSITIONS: dict[State, dict[Event, State]] = {
-    State.GREETING: {Event.WELCOME: State.UP, Event.SILENCE: State.LOST, Event.REPLACED: State.LOST},
     State.UP: {Event.SILENCE: State.LOST, Event.REPLACED: State.LOST},
     State.LOST: {},
 }
@@ -94,7 +91,7 @@ class Peer:
 
     def __init__(self, timing: Timing, now: float) -> None:
         self.timing = timing
-        self.state = State.GREETING
+        self.state = State.UP
         self.last_heard = now
         self.last_sent = now
         self.may_post_until = 0.0
@@ -108,11 +105,6 @@ class Peer:
             self.state = TRANSITIONS[self.state][event]
         except KeyError:
             raise LocalProtocolError(f"session: {event.value} while {self.state.value}") from None
-
-    def welcome(self, sent: float, echo: float, lease: float, now: float) -> None:
-        """Note that the greeting was answered (at the side that was greeted: accepted), with the stamps it carried."""
-        self._step(Event.WELCOME)
-        self.hear(sent, echo, lease, now)
 
     def hear(self, sent: float, echo: float, lease: float, now: float) -> None:
         """Note a message with stamps. ``echo`` 0.0 means that the peer has not heard us yet and grants nothing."""

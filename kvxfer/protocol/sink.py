@@ -1,132 +1,27 @@
 """The sink: one rank's view of requests whose KV somebody else computes for it.
 
-Theory of operation
--------------------
-The engine opens a handoff with the blocks that it allocated; from then on those blocks are not the engine's until the sink
-says so, exactly once, with ``SinkFinished``. ``TRANSITIONS`` is the life of a handoff. The blocks go back only when nothing
-can write into them any more:
-
-* **Received**: the valid intervals of every expected source rank cover the span. In push what counts is what was written
-  under the generation that the rank sealed; in pull a read that completed before the lease ended, by this process's clock,
-  counted from the moment at which it asked, less a margin.
-* **Acknowledged**: the source says that nothing of the attempt is or will be in flight (``CancelAck``, ``Failed``).
-* **Fenced**: the source's process is lost, and the time in which it may still have posted, plus the time that a posted
-  write may need to drain, is over. The grants to a peer are the peer's lease (``peers``); silence alone proves nothing.
-
-Before the registration has been sent, nothing can write, so a handoff in ``opening`` ends at once. In pull nobody writes
-but this rank itself, so a handoff ends when its own reads are terminal.
-
-What this rank waits to have answered it says again every ``renew_after`` seconds: a connection that broke and was made anew
-within the peer's time-out has lost what was under way, and no session has ended by it. Sources answer doubled words alike.
+What a handoff goes through, and why its blocks go back to the engine when they do, is in ``sink_states``.
 """
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
-from enum import Enum
+import math
 from typing import TYPE_CHECKING
 
 from kvxfer.errors import LocalProtocolError, RemoteProtocolError
-from kvxfer.protocol.actions import Action, Note, PostRead, Send, SinkFinished
+from kvxfer.protocol.actions import Action, Note, PostRead, Revoke, Send, SinkFinished
 from kvxfer.protocol.intervals import IntervalSet
 from kvxfer.protocol.messages import Cancel, CancelAck, Failed, Grant, Register, Release, Seal, Written
+from kvxfer.protocol.sink_data import Part, SinkHandoff
+from kvxfer.protocol.sink_states import TRANSITIONS, Event, State
+
+__all__ = ["TRANSITIONS", "Event", "Sink", "State"]
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from kvxfer.protocol.ids import HandoffId, RankId
-
-
-class State(Enum):
-    """Of one handoff at its sink."""
-
-    OPENING = "opening"  # the source's ranks are not connected; nothing has been sent
-    REGISTERED = "registered"  # the source may write (push), or has been asked for its blocks (pull)
-    READING = "reading"  # pull: a read of ours is posted
-    CANCELLING = "cancelling"  # nobody wants it any more; the source has not acknowledged, or our read is not terminal
-    FENCING = "fencing"  # the source is lost; waiting until nothing of it can be in flight
-    CLOSED = "closed"  # the engine has its blocks back
-
-
-class Event(Enum):
-    """What moves a handoff from state to state."""
-
-    CONNECT = "connect"  # all source ranks are connected: the registration leaves
-    READ = "read"  # pull: granted, the read is posted
-    RENEW = "renew"  # not answered, or (pull) the grant is too old or grows old; said again
-    COMPLETE = "complete"  # received
-    FAIL = "fail"  # failed, and nothing is in flight
-    CANCEL = "cancel"  # the engine aborted the request, or a source rank failed while others may still write
-    LOSE = "lose"  # a source rank's process is lost, or a read of ours failed: parts of it may be under way
-    FENCE = "fence"  # the fence has passed
-
-
-TRANSITIONS: dict[State, dict[Event, State]] = {
-    State.OPENING: {
-        Event.CONNECT: State.REGISTERED,
-        Event.FAIL: State.CLOSED,
-        Event.CANCEL: State.CLOSED,
-    },
-    State.REGISTERED: {
-        Event.READ: State.READING,
-        Event.RENEW: State.REGISTERED,
-        Event.COMPLETE: State.CLOSED,
-        Event.FAIL: State.CLOSED,
-        Event.CANCEL: State.CANCELLING,
-        Event.LOSE: State.FENCING,
-    },
-    State.READING: {
-        Event.RENEW: State.READING,
-        Event.COMPLETE: State.CLOSED,
-        Event.FAIL: State.CLOSED,
-        Event.CANCEL: State.CANCELLING,
-        Event.LOSE: State.FENCING,
-    },
-    State.CANCELLING: {
-        Event.RENEW: State.CANCELLING,
-        Event.FAIL: State.CLOSED,
-        Event.CANCEL: State.CANCELLING,
-        Event.LOSE: State.FENCING,
-    },
-    State.FENCING: {
-        Event.CANCEL: State.FENCING,
-        Event.LOSE: State.FENCING,
-        Event.FENCE: State.CLOSED,
-    },
-    State.CLOSED: {},
-}
-
-
-@dataclass(slots=True)
-class _Part:
-    """What one source rank contributes: its data by generation, its seal, and whether it still may write."""
-
-    valid: dict[int, IntervalSet] = field(default_factory=dict)
-    sealed: int | None = None  # the generation that counts
-    quiet: bool = False  # acknowledged: nothing of the attempt is or will be in flight
-
-
-@dataclass(slots=True)
-class _Handoff:
-    """One handoff at its sink."""
-
-    id: HandoffId
-    request_id: str
-    mode: str
-    start: int
-    end: int
-    blocks: bytes
-    attempt: int
-    state: State = State.OPENING
-    parts: dict[RankId, _Part] = field(default_factory=dict)
-    reading: int | None = None  # our posted read
-    asked: float = 0.0
-    valid_until: float = 0.0
-    fence_at: float = 0.0
-    sealed_at: float = 0.0
-    prompt: bytes = b""
-    reason: str | None = None
 
 
 class Sink:
@@ -142,18 +37,32 @@ class Sink:
         Seconds taken off a pull's lease: a read must have completed that long before its end.
     renew_after
         Seconds after which a registration or a cancel that has not been answered is said again, and a read's lease renewed.
+    transfer_limit
+        Seconds after which a read that has not become terminal is stopped, by revoking this rank's keys.
+    revoke
+        Revoke this rank's keys before blocks return that a lost source, not known to have ended, might still write into.
+        Without it, the time alone is trusted: lease and drain bound.
     """
 
     def __init__(
-        self, block_size: int, *, drain_bound: float = 2.0, lease_margin: float = 0.5, renew_after: float = 5.0
+        self,
+        block_size: int,
+        *,
+        drain_bound: float = 2.0,
+        lease_margin: float = 0.5,
+        renew_after: float = 5.0,
+        transfer_limit: float = 120.0,
+        revoke: bool = True,
     ) -> None:
         self.block_size = block_size
         self.drain_bound = drain_bound
         self.lease_margin = lease_margin
         self.renew_after = renew_after
-        self._handoffs: dict[HandoffId, _Handoff] = {}
+        self.transfer_limit = transfer_limit
+        self.revoke = revoke
+        self._handoffs: dict[HandoffId, SinkHandoff] = {}
         self._by_request: dict[str, HandoffId] = {}
-        self._transfers: dict[int, _Handoff] = {}
+        self._transfers: dict[int, SinkHandoff] = {}
         self._exposed: set[HandoffId] = set()  # push: a source may write
         self._numbers = itertools.count(1)
         self._attempts = itertools.count(1)
@@ -182,7 +91,7 @@ class Sink:
             # Two requests claim one handoff; the second gets nothing, at once: nobody has its blocks.
             yield SinkFinished(handoff, request_id, f"request {self._handoffs[handoff].request_id} has this handoff id")
             return
-        one = _Handoff(handoff, request_id, mode, start, end, blocks, next(self._attempts), asked=now, prompt=prompt)
+        one = SinkHandoff(handoff, request_id, mode, start, end, blocks, next(self._attempts), asked=now, prompt=prompt)
         self._handoffs[handoff] = one
         self._by_request[request_id] = handoff
 
@@ -202,7 +111,7 @@ class Sink:
         self._step(one, Event.CONNECT)
         if one.mode == "push":
             self._exposed.add(one.id)
-        one.parts = {rank: _Part() for rank in sources}
+        one.parts = {rank: Part() for rank in sources}
         yield Note("sink", one.id, "registered")
         yield from self._register(one, now)
 
@@ -231,10 +140,8 @@ class Sink:
         part.quiet = True  # a source seals when every write is terminal
         one.sealed_at = now
         yield Note("sink", one.id, "sealed")
-        if one.state is State.CANCELLING:
-            yield from self._check_quiet(one)
-        else:
-            yield from self._check(one)
+        yield from self._check(one)
+        yield from self._check_quiet(one)
 
     def failed(self, frm: RankId, message: Failed) -> Iterator[Action]:
         """Handle Failed: that rank will not deliver, and nothing of the attempt is in flight from it."""
@@ -273,7 +180,7 @@ class Sink:
             yield from self._register(one, now, again=True)
             return
         self._step(one, Event.READ)
-        one.reading = next(self._numbers)
+        one.reading, one.read_at = next(self._numbers), now
         self._transfers[one.reading] = one
         yield Note("sink", one.id, "granted")
         yield PostRead(
@@ -281,17 +188,48 @@ class Sink:
             message.blocks, 0, one.blocks, one.start - one.start % self.block_size,
         )  # fmt: skip
 
-    def peer_lost(self, peer: RankId, reason: str, granted_until: float, now: float) -> Iterator[Action]:
-        """Note that a source's process is lost. It may have posted until ``granted_until``, by our clock."""
-        for one in [h for h in self._handoffs.values() if peer in h.parts]:
-            one.reason = one.reason or f"{peer} is gone: {reason}"
+    def peer_lost(
+        self, peer: RankId, reason: str, granted_until: float, now: float, *, dead: bool = False
+    ) -> Iterator[Action]:
+        """Note that the session with a source's process is lost. It may have posted until ``granted_until``, by our clock.
+
+        ``dead``: the process is known to have ended, so that it posts nothing more.
+        """
+        for one, part in self._with(peer):
+            if part.quiet:
+                continue  # what it had to say, it has said
             if one.mode == "pull":
-                yield from self._cancel(one, one.reason)
+                yield from self._cancel(one, f"{peer} is gone: {reason}")
                 continue
+            first = one.state is State.REGISTERED
+            one.reason = one.reason or f"{peer} is gone: {reason}"
             self._step(one, Event.LOSE)
-            may_post_until = now if one.parts[peer].quiet else max(granted_until, now)
-            one.fence_at = max(one.fence_at, may_post_until + self.drain_bound)
+            part.lost, part.dead = True, dead
+            part.until = (now if dead else max(granted_until, now)) + self.drain_bound
             yield Note("sink", one.id, "fencing", reason)
+            if first:
+                one.asked = now
+                yield from self._send_cancel(one)
+
+    def peer_ended(self, peer: RankId, now: float) -> None:
+        """Note that the process of a source that was lost before is known to have ended."""
+        for _, part in self._with(peer):
+            if part.lost and not part.dead:
+                part.dead, part.until = True, min(part.until, now + self.drain_bound)
+
+    def peer_back(self, peer: RankId, now: float) -> Iterator[Action]:
+        """Note that a source that was lost has a session again: it can say that nothing of an attempt is in flight."""
+        for one, part in self._with(peer):
+            if part.lost:
+                part.lost, part.dead, one.asked = False, False, now
+                yield Send(peer, Cancel(one.id, one.attempt, one.reason or "cancelled"))
+
+    def revoked(self) -> Iterator[Action]:
+        """Note that this rank's keys are others than before: nothing that was posted under the old ones lands any more."""
+        for one in [h for h in self._handoffs.values() if h.id in self._exposed]:
+            self._step(one, Event.REVOKED)
+            reason = "this rank revoked the keys of its memory, since a lost peer might still have written into it"
+            yield from self._close(one, one.reason or reason)
 
     # --- events from the transport ----------------------------------------------------------------------------------
 
@@ -317,14 +255,14 @@ class Sink:
         yield Note("sink", one.id, "fencing", one.reason)
 
     def tick(self, now: float) -> Iterator[Action]:
-        """Pass fences whose time has come, renew the leases of pulls, and say again what was not answered."""
+        """Pass fences whose time has come, renew the leases of pulls, say again what was not answered, stop what never ends."""
         for one in list(self._handoffs.values()):
-            if one.state is State.FENCING and one.fence_at <= now:
-                self._step(one, Event.FENCE)
-                if one.mode == "pull":
-                    yield from self._release(one, one.reason or "failed")
-                yield from self._close(one, one.reason or "the source is lost")
-            elif one.sealed_at and one.state is State.REGISTERED and one.sealed_at + self.drain_bound <= now:
+            if one.reading is not None and now - one.read_at >= self.transfer_limit:
+                one.read_at = math.inf
+                yield Revoke(f"handoff {one.id}: a read has not ended for {self.transfer_limit:g} s")
+            if one.state is State.FENCING:
+                yield from self._fence(one, now)
+            elif self._sealed(one) and one.sealed_at + self.drain_bound <= now:
                 yield from self._lost_notification(one)
             elif self._renewable(one) and now - one.asked >= self.renew_after:
                 self._step(one, Event.RENEW)
@@ -356,13 +294,13 @@ class Sink:
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
-    def _step(self, one: _Handoff, event: Event) -> None:
+    def _step(self, one: SinkHandoff, event: Event) -> None:
         try:
             one.state = TRANSITIONS[one.state][event]
         except KeyError:
             raise LocalProtocolError(f"sink handoff {one.id}: {event.value} while {one.state.value}") from None
 
-    def _part(self, handoff: HandoffId, attempt: int, agent: str) -> tuple[_Handoff | None, _Part | None]:
+    def _part(self, handoff: HandoffId, attempt: int, agent: str) -> tuple[SinkHandoff | None, Part | None]:
         """Find what a source's word is about; anything of an ended handoff or attempt, or from a stranger, is ignored."""
         one = self._handoffs.get(handoff)
         if one is not None and one.attempt == attempt:
@@ -372,14 +310,17 @@ class Sink:
         self.ignored += 1
         return None, None
 
-    def _register(self, one: _Handoff, now: float, *, again: bool = False) -> Iterator[Action]:
+    def _with(self, peer: RankId) -> list[tuple[SinkHandoff, Part]]:
+        return [(one, one.parts[peer]) for one in self._handoffs.values() if peer in one.parts]
+
+    def _register(self, one: SinkHandoff, now: float, *, again: bool = False) -> Iterator[Action]:
         one.asked = now
         for rank, part in one.parts.items():
             if not part.quiet:
                 span = (one.mode, one.start, one.end, one.blocks)
                 yield Send(rank, Register(one.id, one.attempt, *span, now, again, one.prompt))
 
-    def _check(self, one: _Handoff) -> Iterator[Action]:
+    def _check(self, one: SinkHandoff) -> Iterator[Action]:
         """Receive the handoff if every rank's sealed generation covers the span."""
         if one.state is not State.REGISTERED:
             return
@@ -389,29 +330,55 @@ class Sink:
         self._step(one, Event.COMPLETE)
         yield from self._close(one, None)
 
+    def _fence(self, one: SinkHandoff, now: float) -> Iterator[Action]:
+        """Let the blocks go if nothing can write into them any more; if only time says so, revoke."""
+        if one.mode == "pull":
+            if one.fence_at <= now:
+                self._step(one, Event.FENCE)
+                yield from self._release(one, one.reason or "failed")
+                yield from self._close(one, one.reason or "failed")
+            return
+        waiting = [part for part in one.parts.values() if not part.quiet]
+        if any(not part.lost or part.until > now for part in waiting):
+            if now - one.asked >= self.renew_after and not all(part.lost for part in waiting):
+                self._step(one, Event.RENEW)
+                one.asked = now
+                yield from self._send_cancel(one)
+        elif all(part.dead for part in waiting) or not self.revoke:
+            self._step(one, Event.FENCE)
+            yield from self._close(one, one.reason or "the source is lost")
+        else:
+            self._step(one, Event.REVOKE)
+            yield Note("sink", one.id, "revoking", one.reason or "")
+            yield Revoke(f"handoff {one.id}: {one.reason}, and may still write")
+
     @staticmethod
-    def _renewable(one: _Handoff) -> bool:
+    def _renewable(one: SinkHandoff) -> bool:
         return one.state in (State.REGISTERED, State.READING) or (one.state is State.CANCELLING and one.mode == "push")
 
-    def _lost_notification(self, one: _Handoff) -> Iterator[Action]:
-        """Every rank that sealed has nothing in flight, and yet positions are missing: they will not come."""
-        if all(part.quiet for part in one.parts.values()):
-            missing = {
-                str(rank): part.valid.get(part.sealed or 0, _NOTHING).missing(one.start, one.end)
-                for rank, part in one.parts.items()
-            }
-            yield from self._fail(one, f"sealed, but the notifications of these positions never came: {missing}")
+    @staticmethod
+    def _sealed(one: SinkHandoff) -> bool:
+        return (
+            one.state is State.REGISTERED
+            and one.mode == "push"
+            and all(part.sealed is not None for part in one.parts.values())
+        )
 
-    def _cancel(self, one: _Handoff, reason: str) -> Iterator[Action]:
+    def _lost_notification(self, one: SinkHandoff) -> Iterator[Action]:
+        """Every rank has sealed, so nothing is in flight, and yet positions are missing: they will not come."""
+        missing = {
+            str(rank): part.valid.get(part.sealed or 0, _NOTHING).missing(one.start, one.end)
+            for rank, part in one.parts.items()
+        }
+        yield from self._fail(one, f"sealed, but the notifications of these positions never came: {missing}")
+
+    def _cancel(self, one: SinkHandoff, reason: str) -> Iterator[Action]:
         one.reason = one.reason or reason
         if one.state is State.OPENING:
             self._step(one, Event.CANCEL)
             yield from self._close(one, one.reason)
             return
-        if one.state is State.FENCING:
-            self._step(one, Event.CANCEL)
-            return
-        if one.mode == "pull" and one.reading is None:
+        if one.state not in (State.FENCING, State.REVOKING) and one.mode == "pull" and one.reading is None:
             yield from self._finish_pull(one, one.reason)
             return
         already = one.state is not State.REGISTERED
@@ -421,17 +388,17 @@ class Sink:
         yield from self._check_quiet(one)
 
     @staticmethod
-    def _send_cancel(one: _Handoff) -> Iterator[Action]:
+    def _send_cancel(one: SinkHandoff) -> Iterator[Action]:
         for rank, part in one.parts.items():
-            if not part.quiet:
+            if not (part.quiet or part.lost):
                 yield Send(rank, Cancel(one.id, one.attempt, one.reason or "cancelled"))
 
-    def _check_quiet(self, one: _Handoff) -> Iterator[Action]:
-        """End a cancelled push once every source rank has said that nothing is in flight."""
-        if one.state is State.CANCELLING and one.mode == "push" and all(p.quiet for p in one.parts.values()):
+    def _check_quiet(self, one: SinkHandoff) -> Iterator[Action]:
+        """End a push that will not be received once every source rank has said that nothing is in flight."""
+        if one.state in _ENDING and one.mode == "push" and all(part.quiet for part in one.parts.values()):
             yield from self._fail(one, one.reason or "cancelled")
 
-    def _finish_pull(self, one: _Handoff, reason: str | None) -> Iterator[Action]:
+    def _finish_pull(self, one: SinkHandoff, reason: str | None) -> Iterator[Action]:
         """End a pull whose reads are terminal, and tell the source that it may free its blocks."""
         if one.reading is not None:
             one.reason = one.reason or reason
@@ -445,15 +412,15 @@ class Sink:
             yield from self._fail(one, reason)
 
     @staticmethod
-    def _release(one: _Handoff, reason: str) -> Iterator[Action]:
+    def _release(one: SinkHandoff, reason: str) -> Iterator[Action]:
         for rank in one.parts:
             yield Send(rank, Release(one.id, reason))
 
-    def _fail(self, one: _Handoff, reason: str) -> Iterator[Action]:
+    def _fail(self, one: SinkHandoff, reason: str) -> Iterator[Action]:
         self._step(one, Event.FAIL)
         yield from self._close(one, reason)
 
-    def _close(self, one: _Handoff, reason: str | None) -> Iterator[Action]:
+    def _close(self, one: SinkHandoff, reason: str | None) -> Iterator[Action]:
         self._exposed.discard(one.id)
         del self._handoffs[one.id]
         del self._by_request[one.request_id]
@@ -461,3 +428,4 @@ class Sink:
 
 
 _NOTHING = IntervalSet()
+_ENDING = (State.CANCELLING, State.FENCING, State.REVOKING)

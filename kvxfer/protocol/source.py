@@ -1,22 +1,6 @@
 """The source: one rank's view of requests whose KV it computes for somebody else.
 
-Theory of operation
--------------------
-Two parties speak to a source, in any order: its own engine (the request started, positions became final behind a fence, it
-was preempted, it finished) and the sink's rank (expect, register, cancel, release). ``TRANSITIONS`` holds what they may do
-to a handoff; the data beside the state decides what is posted.
-
-* A position is posted when it is final, registered, not yet posted under this generation, and this rank holds a lease to
-  write into that peer's memory. Arriving late, a registration or a final chunk only changes the order.
-* A preempted request loses its blocks: the generation rises, and everything is computed and posted anew. A position is
-  posted again only when no earlier write to it is still in flight, since the fabric keeps no order between two writes.
-* What is valid is said last: after every write of the final generation is terminal, ``Seal`` names the generation. Data that
-  a write read from blocks which a preemption had already given away is never sealed. For that, the driver must feed what
-  the engine said before it feeds a completion that it observed earlier (see the mover).
-* The engine gets its blocks back exactly once (``SourceFinished``), when nothing is owed to the sink any more *and* no posted
-  write reads from them.
-
-A handoff that ended is remembered for a while, so that a late or doubled message is answered and does not start it again.
+What a handoff goes through, and what is guaranteed on the way, is in ``source_states``.
 """
 
 from __future__ import annotations
@@ -25,14 +9,16 @@ import itertools
 import math
 from array import array
 from collections import OrderedDict
-from enum import Enum
 from typing import TYPE_CHECKING
 
 from kvxfer.errors import LocalProtocolError, RemoteProtocolError
-from kvxfer.protocol.actions import Action, Note, PostWrite, Send, SourceFinished
+from kvxfer.protocol.actions import Action, Note, PostWrite, Revoke, Send, SourceFinished, SourceQuiet
 from kvxfer.protocol.intervals import IntervalSet
 from kvxfer.protocol.messages import Cancel, CancelAck, Expect, Failed, Grant, Register, Release, Seal
-from kvxfer.protocol.source_data import Registration, SourceHandoff
+from kvxfer.protocol.source_data import Pin, Registration, SourceHandoff
+from kvxfer.protocol.source_states import TRANSITIONS, Event, State
+
+__all__ = ["TRANSITIONS", "Event", "Source", "State"]
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -42,58 +28,6 @@ if TYPE_CHECKING:
 
 MAX_TTL = 3600.0
 """Longest time, in seconds, for which one Expect may keep a handoff."""
-
-
-class State(Enum):
-    """Of one handoff at its source."""
-
-    EXPECTED = "expected"  # a sink announced itself; the engine has not seen the request
-    COMPUTING = "computing"  # the engine knows the request; not every prompt position is final
-    FINAL = "final"  # every prompt position is final; the sink is not served yet
-    SERVED = "served"  # nothing is owed to the sink; waiting for the engine to finish and for writes to end
-    CLOSED = "closed"  # over; kept for late messages
-
-
-class Event(Enum):
-    """What moves a handoff from state to state."""
-
-    START = "start"  # engine: the request exists
-    COMPLETE = "complete"  # engine: the last prompt position is final
-    PREEMPT = "preempt"  # engine: the blocks are gone, all is computed again
-    ABORT = "abort"  # engine: the request ended without its prompt being final
-    SERVE = "serve"  # everything written and sealed, or the sink wants nothing (release, cancel, its process died)
-    EXPIRE = "expire"  # the other leg never came
-    CLOSE = "close"  # the engine has finished, no write is in flight
-
-
-TRANSITIONS: dict[State, dict[Event, State]] = {
-    State.EXPECTED: {
-        Event.START: State.COMPUTING,
-        Event.SERVE: State.SERVED,
-        Event.EXPIRE: State.CLOSED,
-    },
-    State.COMPUTING: {
-        Event.COMPLETE: State.FINAL,
-        Event.PREEMPT: State.COMPUTING,
-        Event.ABORT: State.SERVED,
-        Event.SERVE: State.SERVED,
-    },
-    State.FINAL: {
-        Event.PREEMPT: State.COMPUTING,
-        Event.ABORT: State.SERVED,
-        Event.SERVE: State.SERVED,
-        Event.EXPIRE: State.SERVED,
-    },
-    State.SERVED: {
-        Event.START: State.SERVED,
-        Event.COMPLETE: State.SERVED,
-        Event.PREEMPT: State.SERVED,
-        Event.SERVE: State.SERVED,
-        Event.EXPIRE: State.CLOSED,
-        Event.CLOSE: State.CLOSED,
-    },
-    State.CLOSED: {},
-}
 
 
 class Source:
@@ -114,6 +48,8 @@ class Source:
         caches are full of handoffs that wait for each other would otherwise wait for ever.
     drain_bound
         Seconds after which nothing of a write that failed, or could not be posted, can land any more.
+    transfer_limit
+        Seconds after which a write that has not become terminal is stopped, by revoking this rank's keys.
     memory
         Ended handoffs remembered, for late messages.
     """
@@ -127,6 +63,7 @@ class Source:
         lease: float = 30.0,
         hold_limit: float = 120.0,
         drain_bound: float = 2.0,
+        transfer_limit: float = 120.0,
         memory: int = 4096,
     ) -> None:
         self.block_size = block_size
@@ -135,6 +72,7 @@ class Source:
         self.lease = lease
         self.hold_limit = hold_limit
         self.drain_bound = drain_bound
+        self.transfer_limit = transfer_limit
         self._memory = memory
         self._handoffs: dict[HandoffId, SourceHandoff] = {}
         self._ended: OrderedDict[HandoffId, str] = OrderedDict()
@@ -189,24 +127,32 @@ class Source:
             yield Note("source", one.id, "final")
         yield from self._advance(one, now)
 
-    def preempt(self, request_id: str, now: float) -> Iterator[Action]:
-        """Note that the engine took the request's blocks away and computes it again from the start."""
+    def preempt(self, request_id: str, now: float, token: int = 0) -> Iterator[Action]:
+        """Note that the engine took the request's blocks away and computes it again from the start.
+
+        It gives them to nobody before it hears ``SourceQuiet(token)``; without a token, it did not keep them.
+        """
         one = self._of(request_id)
         if one is None:
+            if token:
+                yield SourceQuiet(token)
             return
         self._step(one, Event.PREEMPT)
         one.generation += 1
         one.final, one.hold_until = 0, math.inf
         one.blocks = array("i")
+        self._pin(one, token)
         if one.sink is not None:
             one.sink.posted, one.sink.written = IntervalSet(), IntervalSet()
         yield Note("source", one.id, "preempted")
         yield from self._advance(one, now)
 
-    def finish(self, request_id: str, now: float, *, aborted: str | None = None, held: bool = True) -> Iterator[Action]:
+    def finish(
+        self, request_id: str, now: float, *, aborted: str | None = None, held: bool = True, token: int = 0
+    ) -> Iterator[Action]:
         """Note that the engine is done with the request, and waits for its blocks if they are ``held``.
 
-        ``aborted`` says why its prompt did not become final, when it did not.
+        ``aborted`` says why its prompt did not become final, when it did not; ``token`` as in ``preempt``.
         """
         handoff = self._by_request.get(request_id)
         if handoff is None:
@@ -216,8 +162,11 @@ class Source:
             del self._by_request[request_id]  # a duplicate, see start()
             if held:
                 yield SourceFinished(handoff, request_id)
+            if token:
+                yield SourceQuiet(token)
             return
         one.held = held
+        self._pin(one, token)
         one.deadline = max(one.deadline, now + self.leg_timeout)
         if one.state is State.COMPUTING:
             aborted = aborted or f"prefill ended with {one.final} of {one.prompt_tokens} prompt tokens computed"
@@ -287,10 +236,13 @@ class Source:
         if one is None or one.sink is None or one.sink.rank != frm:
             # Never registered here, or over: nothing is in flight. A registration that is still under way cannot
             # arrive later than this Cancel, since both travel over one ordered session.
-            if one is not None and one.sink is None:
+            if one is not None and one.sink is None and one.state is not State.SERVED:
                 yield from self._serve(one, Event.SERVE, f"decode cancelled: {message.reason}")
                 yield from self._advance(one, now)
             yield Send(frm, CancelAck(message.handoff, message.attempt))
+            return
+        if message.attempt < one.sink.attempt:
+            yield Send(frm, CancelAck(message.handoff, message.attempt))  # an earlier one's, said again and overtaken
             return
         one.sink.cancelled = True
         yield Note("source", one.id, "cancelled", message.reason)
@@ -332,7 +284,7 @@ class Source:
         one = self._transfers.pop(transfer)
         sink = one.sink
         assert sink is not None
-        start, end = sink.in_flight.pop(transfer)
+        start, end, _ = sink.in_flight.pop(transfer)
         if sink.posted.covers(start, end):  # else its generation was revoked meanwhile
             sink.written.add(start, end)
         yield from self._advance(one, now)
@@ -349,9 +301,11 @@ class Source:
         yield from self._advance(one, now)
 
     def tick(self, now: float) -> Iterator[Action]:
-        """Expire what waited too long for its other leg, and pull leases that nobody renewed."""
+        """Expire what waited too long for its other leg, and pull leases that nobody renewed; stop writes that never end."""
         for one in list(self._handoffs.values()):
             sink = one.sink
+            if sink is not None:
+                yield from self._stop_stuck(one, sink, now)
             if (
                 sink is not None
                 and sink.mode == "pull"
@@ -431,6 +385,7 @@ class Source:
     def _advance(self, one: SourceHandoff, now: float) -> Iterator[Action]:
         """Do whatever the state of the handoff now allows."""
         sink = one.sink
+        yield from self._unpin(one, now)
         if sink is not None and one.state is not State.SERVED:
             if sink.mode == "pull":
                 yield from self._grant(one, sink, now)
@@ -461,17 +416,40 @@ class Source:
             return
         end = one.final if complete else one.final - one.final % self.block_size
         for start, stop in sink.posted.missing(sink.start, min(end, sink.end)):
-            if any(a < stop and start < b for a, b in sink.in_flight.values()):
+            if any(a < stop and start < b for a, b, _ in sink.in_flight.values()):
                 continue  # of a revoked generation; posted again when that write is terminal
             transfer = next(self._numbers)
             sink.posted.add(start, stop)
-            sink.in_flight[transfer] = (start, stop)
+            sink.in_flight[transfer] = (start, stop, now)
             self._transfers[transfer] = one
             yield PostWrite(
                 transfer, sink.rank, one.id, sink.attempt, one.generation, start, stop,
                 one.blocks.tobytes(), 0, sink.blocks, sink.start - sink.start % self.block_size,
                 self._may_post_until[sink.rank],
             )  # fmt: skip
+
+    @staticmethod
+    def _pin(one: SourceHandoff, token: int) -> None:
+        if token:
+            one.pins.append(Pin(token, frozenset(one.sink.in_flight if one.sink is not None else ())))
+
+    @staticmethod
+    def _unpin(one: SourceHandoff, now: float) -> Iterator[Action]:
+        """Let go of what no write reads any more, and none that failed may still read."""
+        sink = one.sink
+        if not one.pins or (sink is not None and sink.quiet_at > now):
+            return
+        kept = [pin for pin in one.pins if sink is not None and not pin.transfers.isdisjoint(sink.in_flight)]
+        for pin in one.pins:
+            if pin not in kept:
+                yield SourceQuiet(pin.token)
+        one.pins = kept
+
+    def _stop_stuck(self, one: SourceHandoff, sink: Registration, now: float) -> Iterator[Action]:
+        for transfer, (start, end, since) in sink.in_flight.items():
+            if now - since >= self.transfer_limit:
+                sink.in_flight[transfer] = (start, end, math.inf)
+                yield Revoke(f"handoff {one.id}: a write to {sink.rank} has not ended for {self.transfer_limit:g} s")
 
     def _seal(self, one: SourceHandoff, sink: Registration) -> Iterator[Action]:
         if one.state is State.FINAL and not sink.in_flight and sink.written.covers(sink.start, sink.end):

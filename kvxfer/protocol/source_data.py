@@ -7,11 +7,11 @@ from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvxfer.protocol.intervals import IntervalSet, Span
+from kvxfer.protocol.intervals import IntervalSet
 
 if TYPE_CHECKING:
     from kvxfer.protocol.ids import HandoffId, RankId
-    from kvxfer.protocol.source import State
+    from kvxfer.protocol.source_states import State
 
 
 @dataclass(slots=True)
@@ -28,12 +28,21 @@ class Registration:
     prompt: bytes
     written: IntervalSet = field(default_factory=IntervalSet)  # terminal, under the current generation
     posted: IntervalSet = field(default_factory=IntervalSet)  # posted, under the current generation
-    in_flight: dict[int, Span] = field(default_factory=dict)  # transfer -> span, whatever the generation
+    in_flight: dict[int, tuple[int, int, float]] = field(default_factory=dict)
+    """Transfer → positions [a, b) that it writes, whatever the generation, and when it was posted."""
     cancelled: bool = False
     grant_due: bool = True  # pull: asked for, or asked for again
     granted_until: float = 0.0
     failure: str | None = None
     quiet_at: float = 0.0  # a failed write may have been posted in part: until then something may still land
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """Blocks that the request does not have any more, kept by its engine while these transfers read them."""
+
+    token: int
+    transfers: frozenset[int]
 
 
 @dataclass(slots=True)
@@ -50,6 +59,7 @@ class SourceHandoff:
     generation: int = 0
     final: int = 0  # positions [0, final) are final under this generation
     blocks: array[int] = field(default_factory=lambda: array("i"))
+    pins: list[Pin] = field(default_factory=list)
     held: bool = False  # the engine has finished and waits for SourceFinished
     sink: Registration | None = None
     reason: str = ""

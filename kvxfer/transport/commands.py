@@ -53,11 +53,17 @@ class SourceProgress:
 
 @dataclass(frozen=True, slots=True)
 class SourceFinish:
-    """The engine is done with a source's request; ``held``: it keeps the blocks until told otherwise."""
+    """The engine is done with a source's request; ``held``: it keeps the blocks until told otherwise.
+
+    ``token``: of blocks that the request does not have any more (see Step). ``withheld``: progress that was not told before,
+    since the blocks could not be pinned; they are held now.
+    """
 
     request_id: str
     aborted: str | None
     held: bool
+    token: int = 0
+    withheld: SourceProgress | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +91,13 @@ class SinkCancel:
 
 @dataclass(slots=True)
 class Step:
-    """What one engine step changes. An empty step is not sent."""
+    """What one engine step changes. An empty step is not sent.
+
+    ``tokens``: preempted request → under what its blocks are kept for writes that still read them, see SourceQuiet.
+    """
 
     preempted: list[str] = field(default_factory=list)
+    tokens: dict[str, int] = field(default_factory=dict)
     started: list[SourceStart] = field(default_factory=list)
     finished: list[SourceFinish] = field(default_factory=list)
     progress: list[SourceProgress] = field(default_factory=list)
@@ -143,11 +153,19 @@ class PeerUp:
 
 @dataclass(frozen=True, slots=True)
 class PeerLost:
-    """A session ended; the peer may have posted until ``granted_until``."""
+    """A session ended; the peer may have posted until ``granted_until``. ``dead``: its process is known to have ended."""
 
     rank: RankId
     reason: str
     granted_until: float
+    dead: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PeerEnded:
+    """The process of a peer that was lost before is known to have ended."""
+
+    rank: RankId
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,4 +189,4 @@ class Stop:
     """End the mover."""
 
 
-Command = StepBegin | StepEnd | Connected | Unreachable | PeerUp | PeerLost | Leased | Inbound | Stop
+Command = StepBegin | StepEnd | Connected | Unreachable | PeerUp | PeerLost | PeerEnded | Leased | Inbound | Stop

@@ -108,6 +108,10 @@ class ControlChannel(threading.Thread):
         """Set what this rank tells of itself. Before it is set, nobody can open a session with this process."""
         self.call(lambda _now: setattr(self._switchboard.sessions, "card", card))
 
+    def renew(self, card: RankCard) -> None:
+        """Set what this rank tells of itself anew; all sessions end by it, since peers hold what is not true any more."""
+        self.call(lambda _now: self._switchboard.renew(card))
+
     def publish(self, directory: messages.Directory) -> None:
         """Set what WhoIs is answered with."""
         self.call(lambda _now: setattr(self._switchboard, "directory", directory))

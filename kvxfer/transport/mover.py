@@ -12,6 +12,7 @@ may have read them afterwards is ever taken for valid (``protocol/source.py``).
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -20,24 +21,32 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvxfer.errors import LocalProtocolError, RemoteProtocolError, TransportError
-from kvxfer.layout.blocks import block_span, plan_blocks
 from kvxfer.protocol import messages
-from kvxfer.protocol.actions import Action, Note, PostRead, PostWrite, Send, SinkFinished, SourceFinished
+from kvxfer.protocol.actions import (
+    Action,
+    Note,
+    PostRead,
+    PostWrite,
+    Revoke,
+    Send,
+    SinkFinished,
+    SourceFinished,
+    SourceQuiet,
+)
 from kvxfer.protocol.sink import Sink
 from kvxfer.protocol.source import Source
 from kvxfer.transport import commands as cmd
-from kvxfer.transport.agent import Status
 from kvxfer.transport.openings import Openings
 from kvxfer.transport.records import RecordBook
 from kvxfer.transport.steps import Steps
 from kvxfer.transport.threads import run_on
+from kvxfer.transport.transfers import InFlight, Transfers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
     from kvxfer.layout.blocks import CacheLayout
-    from kvxfer.layout.card import RankCard
-    from kvxfer.protocol.ids import HandoffId, RankId
+    from kvxfer.protocol.ids import RankId
     from kvxfer.transport.agent import Agent
 
 logger = logging.getLogger("kvxfer.mover")
@@ -56,25 +65,17 @@ class MoverSettings:
     pull_lease: float = 30.0
     hold_limit: float = 120.0
     drain_bound: float = 2.0
+    transfer_limit: float = 120.0
+    revoke: bool = True
     poll: float = 0.0003
     records: int = 1024
-
-
-@dataclass(slots=True, eq=False)
-class _InFlight:
-    """A posted transfer of ours, and whom to tell when it is terminal."""
-
-    transfer: Any
-    number: int
-    handoff: HandoffId
-    side: str
-    peer: str
 
 
 class Mover(threading.Thread):
     """Owns ``agent`` (made by ``make_agent`` in this thread) and moves what the two machines want moved.
 
-    ``send`` hands a message to the control thread, ``connect`` asks it for an engine's ranks; both return at once.
+    ``send`` hands a message to the control thread, ``connect`` asks it for an engine's ranks, ``renewed`` tells it that this
+    rank's keys are others now (its argument: the agent's metadata) and that all sessions must begin anew; all return at once.
     ``start_and_wait`` raises what went wrong in making the agent or registering the cache. ``clock`` is the time that counts.
     """
 
@@ -88,6 +89,7 @@ class Mover(threading.Thread):
         connect: Callable[[cmd.EngineAddress], None],
         cpus: Collection[int] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        renewed: Callable[[bytes], None] = lambda _metadata: None,
     ) -> None:
         super().__init__(name=f"kvxfer-mover-{rank.rank}", daemon=True)
         self.rank = rank
@@ -100,26 +102,32 @@ class Mover(threading.Thread):
             lease=settings.pull_lease,
             hold_limit=settings.hold_limit,
             drain_bound=settings.drain_bound,
+            transfer_limit=settings.transfer_limit,
         )
-        self.sink = Sink(layout.block_size, drain_bound=settings.drain_bound, renew_after=settings.pull_lease / 4)
+        self.sink = Sink(
+            layout.block_size,
+            drain_bound=settings.drain_bound,
+            renew_after=settings.pull_lease / 4,
+            transfer_limit=settings.transfer_limit,
+            revoke=settings.revoke,
+        )
         self.records = RecordBook(settings.records)
-        self.results: deque[SourceFinished | SinkFinished] = deque()
+        self.results: deque[SourceFinished | SinkFinished | SourceQuiet] = deque()
         """What the engine is owed, oldest first; the engine thread pops from the left."""
         self.counters = {"bytes": 0, "descriptors": 0, "transfers": 0, "failed_transfers": 0, "refused_messages": 0}
-        self.agent_metadata = b""
-        self._make_agent = make_agent
+        self.counters["revocations"] = 0
+        self.transfers = Transfers(rank, layout, make_agent, clock)
         self._send = send
+        self._renewed = renewed
         self._cpus = cpus
         self._clock = clock
         self._mailbox: queue.SimpleQueue[cmd.Command] = queue.SimpleQueue()
         self._ready = threading.Event()
         self._start_error: BaseException | None = None
-        self._agent: Agent
+        self._busy_since = math.inf
+        self._revoking: float | None = None
         self._steps = Steps()
-        self._cards: dict[RankId, RankCard] = {}
-        self._agents: dict[RankId, str] = {}
         self._openings = Openings(connect)
-        self._in_flight: list[_InFlight] = []
         self._next_tick = 0.0
 
     # --- for other threads ------------------------------------------------------------------------------------------
@@ -160,22 +168,26 @@ class Mover(threading.Thread):
             while self.turn(self._wait_time()):
                 pass
         finally:
-            self._agent.close()
+            self.transfers.keeper.close()
 
     def prepare(self) -> None:
         """Make the agent and register the cache."""
-        self._agent = self._make_agent()
-        self._agent.register(self.layout.spans, self.layout.memory)
-        self.agent_metadata = self._agent.metadata()
+        self.transfers.keeper.open()
+
+    def busy_for(self, now: float) -> float:
+        """Return for how many seconds the round that is under way has lasted; from any thread."""
+        return max(0.0, now - self._busy_since)
 
     def turn(self, wait: float | None = 0.0) -> bool:
         """Wait for a command (None: as long as it takes), observe, handle the mailbox, act. Returns False when stopped.
 
         The thread does nothing but this; a simulation calls it, and ``prepare``, instead of starting the thread.
         """
+        self._busy_since = math.inf
         first = self._take(wait)
-        terminal = self._observe()
-        notifications = self._listen()
+        self._busy_since = self._clock()
+        terminal = self.transfers.observe()
+        notifications = self.transfers.listen() if self.sink.receiving() or self.source.serving() else []
         if first is not None and not self._handle_all(first):
             return False
         while (command := self._take(0.0)) is not None:
@@ -191,20 +203,15 @@ class Mover(threading.Thread):
             self._next_tick = now + TICK
             self._guarded(lambda now: self._run(self.source.tick(now)), now)
             self._guarded(lambda now: self._run(self.sink.tick(now)), now)
+        if self._revoking is not None:
+            self._guarded(self._revoke, now)
         return True
-
-    def _listen(self) -> list[tuple[str, bytes]]:
-        if not (self.sink.receiving() or self.source.serving()):
-            return []
-        try:
-            return self._agent.notifications()
-        except Exception:
-            logger.warning("the fabric could not be asked for notifications, and is asked again", exc_info=True)
-            return []
 
     def _wait_time(self) -> float | None:
         """Seconds to sleep in the mailbox; None for as long as nothing comes."""
-        if self._in_flight or self._steps or self.sink.receiving() or self.source.serving():
+        if self._revoking is not None:
+            return self.settings.poll if self.transfers.in_flight else TICK
+        if self.transfers.in_flight or self._steps or self.sink.receiving() or self.source.serving():
             return self.settings.poll
         return TICK if len(self.source) or len(self.sink) else None
 
@@ -213,19 +220,6 @@ class Mover(threading.Thread):
             return self._mailbox.get_nowait() if timeout == 0.0 else self._mailbox.get(timeout=timeout)
         except queue.Empty:
             return None
-
-    def _observe(self) -> list[tuple[_InFlight, bool]]:
-        """Find the transfers that have become terminal, and whether they failed."""
-        terminal = []
-        for one in self._in_flight:
-            try:
-                status = self._agent.status(one.transfer)
-            except Exception:
-                logger.exception("the fabric could not be asked about a transfer; it is asked again")
-                continue
-            if status is not Status.PENDING:
-                terminal.append((one, status is Status.FAILED))
-        return terminal
 
     def _handle_all(self, command: cmd.Command) -> bool:
         if isinstance(command, cmd.Stop):
@@ -265,18 +259,21 @@ class Mover(threading.Thread):
                 for handoff in self._openings.unreachable(address):
                     self._run(self.sink.unreachable(handoff, reason))
             case cmd.PeerUp(rank, card):
-                self._cards[rank] = card
-            case cmd.PeerLost(rank, reason, granted_until):
-                self._lose(rank, reason, granted_until, now)
+                self.transfers.cards[rank] = card
+                self._run(self.sink.peer_back(rank, now))
+            case cmd.PeerLost(rank, reason, granted_until, dead):
+                self._lose(rank, reason, granted_until, now, dead=dead)
+            case cmd.PeerEnded(rank):
+                self.sink.peer_ended(rank, now)
             case _:
                 raise LocalProtocolError(f"no handler for {command!r}")
 
     def _begin(self, step: cmd.Step, now: float) -> None:
         for request_id in step.preempted:
-            self._run(self.source.preempt(request_id, now))
+            self._run(self.source.preempt(request_id, now, step.tokens.get(request_id, 0)))
         for start in step.started:
             record = self.records.open("source", start.handoff, self.rank.rank, self.settings.mode)
-            record.request_id, record.backend = record.request_id or start.request_id, self._agent.backend
+            record.request_id, record.backend = record.request_id or start.request_id, self.transfers.backend
             record.times.expected = record.times.expected or start.heard
             self._run(self.source.start(start.handoff, start.request_id, start.prompt_tokens, now, start.prompt))
         for opened in step.opened:
@@ -285,7 +282,7 @@ class Mover(threading.Thread):
                 self.results.extend(self._opening(opened, now))  # type: ignore[arg-type]  # SinkFinished only
                 continue
             record = self.records.open("sink", opened.handoff, self.rank.rank, self.settings.mode)
-            record.request_id, record.backend = opened.request_id, self._agent.backend
+            record.request_id, record.backend = opened.request_id, self.transfers.backend
             record.tokens = opened.end - opened.start
             record.blocks = self.layout.blocks_for(opened.start, opened.end)
             record.times.expected, record.times.allocated = opened.heard, opened.allocated
@@ -304,7 +301,7 @@ class Mover(threading.Thread):
             return
         for finished, progress in self._steps.passed_sources():
             for end in finished:
-                self._run(self.source.finish(end.request_id, now, aborted=end.aborted, held=end.held))
+                self._run(self.source.finish(end.request_id, now, aborted=end.aborted, held=end.held, token=end.token))
             for one in progress:
                 self._run(self.source.progress(one.request_id, one.blocks, one.final, now))
         for opened in self._steps.passed_sinks():
@@ -314,20 +311,11 @@ class Mover(threading.Thread):
             if ranks is not None:
                 self._run(self.sink.connected(opened.handoff, ranks, now))
 
-    def _lose(self, rank: RankId, reason: str, granted_until: float, now: float) -> None:
-        self._run(self.sink.peer_lost(rank, reason, granted_until, now))
+    def _lose(self, rank: RankId, reason: str, granted_until: float, now: float, *, dead: bool = False) -> None:
+        self._run(self.sink.peer_lost(rank, reason, granted_until, now, dead=dead))
         self._run(self.source.peer_lost(rank, reason, now))
-        self._cards.pop(rank, None)
         self._openings.lost(rank)
-        name = self._agents.pop(rank, None)
-        if name is not None and not any(one.peer == name for one in self._in_flight):
-            self._forget_agent(name)
-
-    def _forget_agent(self, name: str) -> None:
-        try:
-            self._agent.remove_peer(name)
-        except Exception as error:  # noqa: BLE001 - names are never used twice, so this one can stay
-            logger.info("%s", error)
+        self.transfers.lost(rank)
 
     def _dispatch(self, frm: RankId, message: messages.AnyMessage, now: float) -> Iterator[Action]:
         match message:
@@ -350,14 +338,33 @@ class Mover(threading.Thread):
             case _:
                 raise RemoteProtocolError(f"{frm} sent {type(message).__name__} to a mover")
 
+    # --- revoking this rank's keys ----------------------------------------------------------------------------------
+
+    def _revoke(self, now: float) -> None:
+        """Make another agent, once our own transfers are terminal, or have had the time to be."""
+        assert self._revoking is not None
+        if self.transfers.keeper.is_open:
+            if self.transfers.in_flight and now - self._revoking < self.settings.drain_bound:
+                return
+            self._close_agent(now)
+        self.transfers.keeper.open()
+        self._revoking = None
+        self.counters["revocations"] += 1
+        logger.warning("%s: the keys of this rank's memory have been revoked; its peers connect anew", self.rank)
+        self._renewed(self.transfers.keeper.metadata)
+
+    def _close_agent(self, now: float) -> None:
+        """After this nothing lands that anybody has posted: every exposed handoff ends, and every session with it."""
+        for one in self.transfers.close_agent():
+            self._post_failed(one.side, one.number, "this rank has revoked its keys", now)
+        self._run(self.sink.revoked())
+        for rank in list(self.transfers.cards):
+            self._lose(rank, "this rank has revoked its keys", now, now)
+
     # --- what became of transfers -----------------------------------------------------------------------------------
 
-    def _act_on_terminal(self, one: _InFlight, failed: bool, now: float) -> None:
-        self._in_flight.remove(one)
-        try:
-            self._agent.release(one.transfer)
-        except Exception as error:  # noqa: BLE001 - it is terminal all the same
-            logger.info("%s", error)
+    def _act_on_terminal(self, one: InFlight, failed: bool, now: float) -> None:
+        self.transfers.ended(one)
         record = self.records.get(one.side, one.handoff)
         if record is not None:
             record.times.last_byte = now
@@ -367,8 +374,6 @@ class Mover(threading.Thread):
             self._run(self.source.written(one.number, now))
         else:
             self._run(self.sink.read_done(one.number, now))
-        if one.peer not in self._agents.values() and not any(other.peer == one.peer for other in self._in_flight):
-            self._forget_agent(one.peer)
 
     def _post_failed(self, side: str, number: int, reason: str, now: float) -> None:
         self.counters["failed_transfers"] += 1
@@ -386,6 +391,7 @@ class Mover(threading.Thread):
 
     def _run(self, actions: Iterator[Action]) -> None:
         """Execute what a machine wants. All of it is taken first: executing may feed the machine its next event."""
+        now = self._clock()
         for action in list(actions):
             match action:
                 case Send(to, message):
@@ -394,6 +400,11 @@ class Mover(threading.Thread):
                     self._post_transfer(action)
                 case SourceFinished() | SinkFinished():
                     self._finish(action)
+                case SourceQuiet():
+                    self.results.append(action)
+                case Revoke(reason):
+                    logger.warning("%s revokes the keys of its memory: %s", self.rank, reason)
+                    self._revoking = now if self._revoking is None else self._revoking
                 case Note():
                     self._note(action)
 
@@ -421,7 +432,7 @@ class Mover(threading.Thread):
                     setattr(times, note.what, now)
             case "chunk":
                 times.chunks_final.append(now)
-            case "served" | "cancelled" | "fencing" | "duplicate":
+            case "served" | "cancelled" | "fencing" | "revoking" | "duplicate":
                 record.reason = note.detail
                 if note.detail != "done":
                     record.outcome = note.what
@@ -430,61 +441,27 @@ class Mover(threading.Thread):
 
     def _post_transfer(self, action: PostWrite | PostRead) -> None:
         now = self._clock()
-        write = isinstance(action, PostWrite)
-        side, peer = ("source", action.to) if isinstance(action, PostWrite) else ("sink", action.frm)
+        side = "source" if isinstance(action, PostWrite) else "sink"
         try:
-            name, card = self._peer_agent(peer)
-            mine, theirs = (action.source_blocks, action.source_first), (action.sink_blocks, action.sink_first)
-            if not write:
-                mine, theirs = theirs, mine
-            local, remote = plan_blocks(
-                self.layout,
-                block_span(*mine, action.start, action.end, self.layout.block_size),
-                card.layout,
-                block_span(*theirs, action.start, action.end, card.layout.block_size),
-            )
-            notification = b""
-            if isinstance(action, PostWrite):
-                notification = messages.pack_written(
-                    messages.Written(
-                        action.handoff, action.attempt, action.generation, self.rank.rank, action.start, action.end
-                    )
-                )
-            if isinstance(action, PostWrite) and self._clock() >= action.until:
-                raise TransportError(  # noqa: TRY301
-                    f"the lease to write into {peer} ended before the write could be posted"
-                )
-            transfer = self._agent.post(
-                "WRITE" if write else "READ", local, remote, self.layout.memory, name, notification
-            )
+            if self._revoking is not None:
+                raise TransportError("this rank is revoking its keys")  # noqa: TRY301
+            posted = self.transfers.post(action)
         except Exception as error:  # noqa: BLE001 - whatever it was, the machine must hear that nothing was posted whole
             logger.warning("handoff %s: %s", action.handoff, error)
             self._post_failed(side, action.transfer, str(error), now)
             return
-        self._in_flight.append(_InFlight(transfer, action.transfer, action.handoff, side, name))
-        self._count(side, action, local, str(peer), now)
+        self._count(action, posted, now)
 
-    def _count(self, side: str, action: PostWrite | PostRead, local: Any, peer: str, now: float) -> None:
-        moved = int(local[:, 1].sum())
-        self.counters["bytes"] += moved
-        self.counters["descriptors"] += len(local)
+    def _count(self, action: PostWrite | PostRead, posted: InFlight, now: float) -> None:
+        self.counters["bytes"] += posted.bytes
+        self.counters["descriptors"] += posted.descriptors
         self.counters["transfers"] += 1
-        record = self.records.get(side, action.handoff)
+        record = self.records.get(posted.side, action.handoff)
         if record is not None:
-            record.bytes += moved
-            record.descriptors += len(local)
-            record.peer = peer
+            record.bytes += posted.bytes
+            record.descriptors += posted.descriptors
+            record.peer = str(action.to if isinstance(action, PostWrite) else action.frm)
             record.times.first_post = record.times.first_post or now
-            if side == "source":
+            if isinstance(action, PostWrite):
                 record.tokens += action.end - action.start
                 record.blocks += self.layout.blocks_for(action.start, action.end)
-
-    def _peer_agent(self, peer: RankId) -> tuple[str, RankCard]:
-        """Return a peer's agent name and card, making its memory reachable first if it is not."""
-        card = self._cards.get(peer)
-        if card is None:
-            raise TransportError(f"{peer} has no open session")
-        name = self._agents.get(peer)
-        if name is None:
-            name = self._agents[peer] = self._agent.add_peer(card.agent)
-        return name, card

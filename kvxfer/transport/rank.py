@@ -44,11 +44,15 @@ class RankThreads:
         host: str = "127.0.0.1",
         port: int = 0,
         connect_timeout: float = 5.0,
+        mover_timeout: float = 30.0,
         cpus: Collection[int] | None = None,
     ) -> None:
         self.me = me
         self.control = ControlChannel(me, host, port, self, timing, connect_timeout, cpus)
-        self.mover = Mover(me, layout, make_agent, settings, self.control.send, self.control.connect, cpus)
+        self.mover = Mover(
+            me, layout, make_agent, settings, self.control.send, self.control.connect, cpus, renewed=self._renew
+        )
+        self._mover_timeout = mover_timeout
         self._card: RankCard | None = None
 
     def start(self, card: Callable[[bytes], RankCard]) -> None:
@@ -58,7 +62,7 @@ class RankThreads:
         except KvxferError:
             self.control.stop()
             raise
-        self._card = card(self.mover.agent_metadata)
+        self._card = card(self.mover.transfers.keeper.metadata)
         self.control.present(self._card)
         self.control.start()
 
@@ -66,6 +70,11 @@ class RankThreads:
         """End both threads."""
         self.mover.stop()
         self.control.stop()
+
+    def _renew(self, metadata: bytes) -> None:
+        assert self._card is not None, "keys are revoked after the start"
+        self._card = msgspec.structs.replace(self._card, agent=metadata)
+        self.control.renew(self._card)
 
     # --- the control channel's listener -----------------------------------------------------------------------------
 
@@ -78,9 +87,17 @@ class RankThreads:
         if card is not None:
             self.mover.post(cmd.PeerUp(rank, card))
 
-    def on_lost(self, rank: RankId, reason: str, granted_until: float) -> None:
+    def beating(self, now: float) -> bool:
+        """Tell whether the mover turns: peers must not wait for one that hangs in the fabric for ever."""
+        return self.mover.busy_for(now) < self._mover_timeout
+
+    def on_lost(self, rank: RankId, reason: str, granted_until: float, *, dead: bool) -> None:
         """Tell the mover that a peer is lost."""
-        self.mover.post(cmd.PeerLost(rank, reason, granted_until))
+        self.mover.post(cmd.PeerLost(rank, reason, granted_until, dead))
+
+    def on_ended(self, rank: RankId) -> None:
+        """Tell the mover that the process of a peer which was lost before has ended."""
+        self.mover.post(cmd.PeerEnded(rank))
 
     def on_lease(self, rank: RankId, until: float) -> None:
         """Tell the mover until when it may post."""

@@ -36,6 +36,8 @@ class Lost:
 
     session: Session
     reason: str
+    dead: bool = False
+    """The peer's process is known to have ended."""
 
 
 class Sessions:
@@ -106,6 +108,13 @@ class Sessions:
             del self._by_rank[rank]
             yield Lost(session, "it has no session with this process")
 
+    def all(self, reason: str) -> Iterator[Lost]:
+        """End all sessions."""
+        for session in self:
+            if session.liveness.replaced():
+                del self._by_rank[session.rank]
+                yield Lost(session, reason)
+
     def begun_anew(self, rank: RankId, sent: float) -> Iterator[Lost]:
         """End the session with a peer that greets again: it has lost the old one, and whatever was registered under it.
 
@@ -121,7 +130,6 @@ class Sessions:
         session = self._by_rank.get(rank)
         if session is None:
             session = self._by_rank[rank] = Session(rank, route, peers.Peer(self.timing, now), card, sent)
-            session.liveness.welcome(0.0, 0.0, 0.0, now)
         session.route = route
         session.card = card or session.card
         return session

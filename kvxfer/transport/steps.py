@@ -43,6 +43,10 @@ class Steps:
             gone = set(step.preempted)
             for pending in self._sources:
                 pending.progress = [one for one in pending.progress if one.request_id not in gone]
+        withheld = [one.withheld for one in step.finished if one.withheld is not None]
+        if withheld:
+            # Computed by earlier steps that told nothing of it, so that nothing in the queue stands for their work.
+            self._sources.append(_Pending([], withheld, fence))
         if step.finished or step.progress:
             # A step that only finishes requests launches no work of theirs: it waits for its predecessors alone.
             self._sources.append(_Pending(step.finished, step.progress, None if step.progress else fence))

@@ -39,8 +39,14 @@ class Listener(Protocol):
     def on_up(self, rank: RankId, card: RankCard | None) -> None:
         """A session was opened, or opened again by another route."""
 
-    def on_lost(self, rank: RankId, reason: str, granted_until: float) -> None:
-        """A session ended."""
+    def beating(self, now: float) -> bool:
+        """Tell whether this process does what its peers wait for; if not, it stops beating. Must be cheap."""
+
+    def on_lost(self, rank: RankId, reason: str, granted_until: float, *, dead: bool) -> None:
+        """A session ended. ``dead``: the peer's process is known to have ended."""
+
+    def on_ended(self, rank: RankId) -> None:
+        """The process of a peer that was lost before is known to have ended."""
 
     def on_lease(self, rank: RankId, until: float) -> None:
         """The process may post against the peer's memory until then."""
@@ -99,10 +105,18 @@ class Switchboard:
             return
         self._say(session.route, to.incarnation, message)
 
+    def renew(self, card: RankCard) -> None:
+        """Tell peers something else of this process from now on: all sessions end, here and there, and begin anew."""
+        self.sessions.card = card
+        for session in self.sessions:
+            self._say(session.route, session.rank.incarnation, messages.Stale())
+        self._lose(self.sessions.all("this process has revoked the keys of its memory"))
+
     def tick(self, now: float) -> None:
         """Send the heartbeats that are due, end what was silent for too long, and let the listener do what is due."""
-        for session, beat in self.sessions.beats_due(now):
-            self._say(session.route, session.rank.incarnation, beat)
+        if self._listener.beating(now):
+            for session, beat in self.sessions.beats_due(now):
+                self._say(session.route, session.rank.incarnation, beat)
         self._lose(self.sessions.silent(now))
         self._report(self._dialer.tick(now))
         self.guarded(self._listener.on_round, now)
@@ -219,7 +233,10 @@ class Switchboard:
             logger.warning("lost %s: %s", session.rank, one.reason)
             if self._wires.dialed(session.route) is not None:
                 self._wires.hang_up(session.route)
-            self.guarded(self._listener.on_lost, session.rank, one.reason, session.liveness.granted_until)
+            self.guarded(self._on_lost, session.rank, one.reason, session.liveness.granted_until, one.dead)
+
+    def _on_lost(self, rank: RankId, reason: str, granted_until: float, dead: bool) -> None:
+        self._listener.on_lost(rank, reason, granted_until, dead=dead)
 
     def _report(self, outcomes: Iterable[Outcome]) -> None:
         for outcome in outcomes:

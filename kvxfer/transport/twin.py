@@ -45,6 +45,7 @@ class Faults:
 
 class _Metadata(msgspec.Struct):
     name: str
+    key: int
     spans: list[tuple[int, int, int]]
 
 
@@ -58,6 +59,9 @@ class TwinTransfer:
     peer: str
     sender: str
     notification: bytes
+    key: int
+    """Of the peer's memory, as the sender knew it."""
+    origin: TwinAgent
     status: Status = Status.PENDING
 
 
@@ -96,6 +100,11 @@ class TwinFabric:
         with self._lock:
             self.agents.pop(name, None)
 
+    def reachable(self, transfer: TwinTransfer) -> TwinAgent | None:
+        """Return the agent that a transfer goes to; None when it, or the sender, was closed since: keys open nothing then."""
+        peer = self.agents.get(transfer.peer)
+        return None if peer is None or peer.key != transfer.key or transfer.origin.closed else peer
+
     def _post(self, transfer: TwinTransfer) -> None:
         with self._lock:
             if self._draw(self.faults.fail_post):
@@ -103,7 +112,7 @@ class TwinFabric:
             self.last_due = self._after(self.faults.delay, lambda: self._finish(transfer))
 
     def _finish(self, transfer: TwinTransfer) -> None:
-        peer = self.agents.get(transfer.peer)
+        peer = self.reachable(transfer)
         torn = self._draw(self.faults.fail_transfer)
         rows = list(zip(transfer.local, transfer.remote, strict=True))
         if peer is None or torn:
@@ -143,6 +152,8 @@ class TwinAgent:
         self.inbox: list[tuple[str, bytes]] = []
         self.spans: list[tuple[int, int, int]] = []
         self.peers: dict[str, _Metadata] = {}
+        self.key = next(fabric._numbers)  # noqa: SLF001 - the two are one
+        self.closed = False
         fabric.agents[name] = self
 
     def register(self, spans: Sequence[tuple[int, int, int]], memory: str) -> None:
@@ -152,11 +163,11 @@ class TwinAgent:
         self.spans.extend(spans)
 
     def metadata(self) -> bytes:
-        """Return name and spans."""
-        return msgspec.msgpack.encode(_Metadata(self.name, self.spans))
+        """Return name, key and spans."""
+        return msgspec.msgpack.encode(_Metadata(self.name, self.key, self.spans))
 
     def add_peer(self, metadata: bytes) -> str:
-        """Learn a peer's name and spans."""
+        """Learn a peer's name, key and spans."""
         try:
             peer = msgspec.msgpack.decode(metadata, type=_Metadata)
         except msgspec.MsgspecError as error:
@@ -177,7 +188,9 @@ class TwinAgent:
             raise TransportError(f"{self.name} does not know {peer}")
         _check(local, self.spans, self.name)
         _check(remote, self.peers[peer].spans, peer)
-        transfer = TwinTransfer(operation, local.copy(), remote.copy(), peer, self.name, notification)
+        transfer = TwinTransfer(
+            operation, local.copy(), remote.copy(), peer, self.name, notification, self.peers[peer].key, self
+        )
         self.fabric._post(transfer)  # noqa: SLF001 - the two are one
         return transfer
 
@@ -198,8 +211,10 @@ class TwinAgent:
         return arrived
 
     def close(self) -> None:
-        """Leave the fabric."""
-        self.fabric.kill(self.name)
+        """Leave the fabric: nothing that was posted to it, or by it, moves bytes any more."""
+        self.closed = True
+        if self.fabric.agents.get(self.name) is self:
+            self.fabric.kill(self.name)
 
 
 def _check(rows: Descriptors, spans: Sequence[tuple[int, int, int]], whose: str) -> None:

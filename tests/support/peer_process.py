@@ -1,6 +1,6 @@
 """A rank in a process of its own, over real NIXL, driven by lines of JSON on its standard input. Run as a module.
 
-Commands: fill, prefill, open, wait, digest, record, idle, quit. Each is answered by one line of JSON.
+Commands: fill, prefill, open, wait, cancel, digest, arrived, record, idle, clock, quit. Each is answered by one line of JSON.
 """
 
 from __future__ import annotations
@@ -47,6 +47,10 @@ class Driver:
 
     def digest(self, blocks):
         return hashlib.sha256(self.rank.memory[:, blocks].tobytes()).hexdigest()
+
+    def arrived(self, blocks):
+        """How many of these blocks, in all layers, hold anything at their end."""
+        return int((self.rank.memory[:, blocks, -1] != 0).sum())
 
     def record(self, side, handoff):
         return msgspec.to_builtins(self.rank.record(side, HandoffId(handoff)))

@@ -36,6 +36,10 @@ def test_every_setting_reaches_its_place() -> None:
         "peer_timeout": 6.0,
         "post_lease": 3.0,
         "drain_bound": 1.0,
+        "pin_limit": 0.25,
+        "transfer_limit": 60.0,
+        "revoke": False,
+        "mover_timeout": 15.0,
         "poll_interval": 0.001,
         "record_capacity": 5,
     }

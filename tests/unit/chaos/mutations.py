@@ -77,7 +77,7 @@ def acts_before_it_listens(patch):
     def turn(self, wait=0.0):
         del wait
         now = self._clock()
-        for one, failed in self._observe():
+        for one, failed in self.transfers.observe():
             self._guarded(self._act_on_terminal, one, failed, now)
         return original(self)
 

@@ -5,7 +5,9 @@ any order, torn ones go on landing until the drain bound is over), and memory: e
 was computed there. What must hold, whatever happens:
 
 * a received handoff holds, at every position, what its sealed (granted) generation computed there;
-* blocks that went back to an engine are never written (read) by a transfer any more;
+* blocks that went back to an engine are never written (read) by a transfer any more, although a process that is only asleep
+  may land what it has posted at any time, until the keys are revoked;
+* what a write carries is always its own request's: blocks of a preempted one stay pinned while it reads them;
 * no two writes to one position fly at a time, and none is posted that the sink has not granted;
 * each request is reported exactly once, and nothing is stuck in the end.
 """
@@ -22,7 +24,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvxfer.protocol.actions import Note, PostRead, PostWrite, Send, SinkFinished, SourceFinished
+from kvxfer.protocol.actions import Note, PostRead, PostWrite, Revoke, Send, SinkFinished, SourceFinished, SourceQuiet
 from kvxfer.protocol.ids import HandoffId, RankId
 from kvxfer.protocol.messages import (
     Cancel,
@@ -57,10 +59,6 @@ class Session:
     at_sink: Peer
     at_source: Peer
     cut: bool = False
-
-    def writes_land_until(self) -> float:
-        """When nothing posted under this session's leases can land any more, by the sink's clock."""
-        return self.at_source.may_post_until - OFFSET + DRAIN if self.cut else float("inf")
 
 
 @dataclass(eq=False)
@@ -125,6 +123,9 @@ class Linked(RuleBasedStateMachine):
         self.attempts: dict[str, int] = {}
         self.source_reports: Counter[str] = Counter()
         self.unnoticed: list[tuple[RankId, float]] = []  # sessions of which the sink does not know that they ended
+        self.dead: set[RankId] = set()
+        self.pinned: dict[int, list[int]] = {}  # token -> blocks of a preempted request
+        self.revoking = False
         self.source_unaware = False
         self.lives = itertools.count(1)
 
@@ -145,8 +146,6 @@ class Linked(RuleBasedStateMachine):
 
     def new_session(self) -> None:
         at_sink, at_source = Peer(TIMING, self.now), Peer(TIMING, self.there)
-        at_sink.welcome(0.0, 0.0, 0.0, self.now)
-        at_source.welcome(0.0, 0.0, 0.0, self.there)
         self.session = Session(self.me, at_sink, at_source)
         self.to_source: deque = deque()
         self.to_sink: deque = deque()
@@ -178,6 +177,8 @@ class Linked(RuleBasedStateMachine):
                     self.post_write(action)
                 case SourceFinished(_, request_id):
                     self.source_finished(request_id)
+                case SourceQuiet(token):
+                    self.unpin(token)
                 case _:
                     assert isinstance(action, Note)
 
@@ -208,6 +209,20 @@ class Linked(RuleBasedStateMachine):
         self.give_away(prefill)
         prefill.state = "gone"
 
+    def pin(self, prefill: Prefill) -> int:
+        """Keep the blocks that a request does not have any more, until nothing reads them."""
+        token = next(self.numbers)
+        self.pinned[token], prefill.blocks = prefill.blocks, []
+        return token
+
+    def unpin(self, token: int) -> None:
+        blocks = self.pinned.pop(token)
+        for transfer in self.flying:
+            if isinstance(transfer.action, PostWrite) and transfer.session.source == self.me:
+                assert not {block for _, block, _ in transfer.pairs()} & set(blocks), "a write still reads from them"
+        for block in blocks:
+            del self.memory_p[block]
+
     def give_away(self, prefill: Prefill) -> None:
         for block in prefill.blocks:
             self.memory_p.pop(block, None)
@@ -224,6 +239,8 @@ class Linked(RuleBasedStateMachine):
                     self.flying.append(Transfer(action, self.session))
                 case SinkFinished():
                     self.sink_finished(action)
+                case Revoke():
+                    self.revoking = True
                 case _:
                     assert isinstance(action, Note)
 
@@ -282,8 +299,7 @@ class Linked(RuleBasedStateMachine):
         prefill = running[pick % len(running)]
         prefill.generation += 1
         prefill.final = 0
-        self.give_away(prefill)
-        self.at_source(self.source.preempt(prefill.id, self.there))
+        self.at_source(self.source.preempt(prefill.id, self.there, self.pin(prefill)))
 
     @precondition(lambda self: self.running())
     @rule(pick=PICK, complete=st.booleans(), keep=st.sampled_from([True, True, True, False]))
@@ -298,9 +314,8 @@ class Linked(RuleBasedStateMachine):
         held = keep and bool(prefill.blocks)
         aborted = None if prefill.final == prefill.prompt else "prefill ended"
         prefill.state = "held" if held else "gone"
-        if not held:
-            self.give_away(prefill)
-        self.at_source(self.source.finish(prefill.id, self.there, aborted=aborted, held=held))
+        token = 0 if held else self.pin(prefill)
+        self.at_source(self.source.finish(prefill.id, self.there, aborted=aborted, held=held, token=token))
 
     # --- the sink's engine --------------------------------------------------------------------------------------------
 
@@ -423,10 +438,35 @@ class Linked(RuleBasedStateMachine):
         self.source_unaware = True
 
     @precondition(lambda self: self.unnoticed)
-    @rule()
-    def sink_notices(self) -> None:
+    @rule(proven=st.booleans())
+    def sink_notices(self, proven) -> None:
         rank, granted_until = self.unnoticed.pop()
-        self.at_sink(self.sink.peer_lost(rank, "silent", granted_until, self.now))
+        dead = proven and rank in self.dead
+        self.at_sink(self.sink.peer_lost(rank, "silent", granted_until, self.now, dead=dead))
+
+    @precondition(lambda self: self.dead)
+    @rule()
+    def sink_learns_of_a_death(self) -> None:
+        for rank in self.dead:
+            self.sink.peer_ended(rank, self.now)
+
+    @precondition(lambda self: self.revoking)
+    @rule()
+    def keys_are_revoked(self) -> None:
+        """What the mover does: its transfers fail, nobody's write lands any more, and all sessions end."""
+        self.revoking = False
+        for transfer in [t for t in self.flying if not t.torn]:
+            if isinstance(transfer.action, PostRead):
+                self.tear_of(transfer)
+                self.see_of(self.terminal[-1])
+            else:
+                self.tear_of(transfer)
+        self.flying = [t for t in self.flying if isinstance(t.action, PostRead)]
+        self.at_sink(self.sink.revoked())
+        if not self.session.cut:
+            self.the_session_is_cut()
+        while self.unnoticed:
+            self.sink_notices(proven=False)
 
     @precondition(lambda self: self.source_unaware)
     @rule()
@@ -439,6 +479,7 @@ class Linked(RuleBasedStateMachine):
     def reconnect(self) -> None:
         """The channel's duty: a new session begins only when both sides know that the old one is over."""
         self.new_session()
+        self.at_sink(self.sink.peer_back(self.me, self.now))
 
     def the_source_dies(self) -> None:
         if not self.session.cut:
@@ -449,6 +490,11 @@ class Linked(RuleBasedStateMachine):
         for prefill in self.prefills:
             self.give_away(prefill)
             prefill.state = "gone"
+        for blocks in self.pinned.values():
+            for block in blocks:
+                del self.memory_p[block]
+        self.pinned.clear()
+        self.dead.add(self.me)
         self.new_life()
 
     # --- the fabric ---------------------------------------------------------------------------------------------------
@@ -457,6 +503,8 @@ class Linked(RuleBasedStateMachine):
         for p, source, sink in transfer.pairs():
             if positions is None or p in positions:
                 assert sink in self.memory_d, "landed in blocks that are the engine's"
+                if isinstance(transfer.action, PostWrite) and transfer.session.source == self.me:
+                    assert self.memory_p[source][p % BLOCK][2] == p, "carries what is not its own"
                 self.memory_d[sink][p % BLOCK] = self.memory_p.get(source, ["garbage"] * BLOCK)[p % BLOCK]
 
     def land_of(self, transfer: Transfer) -> None:
@@ -571,6 +619,7 @@ class Linked(RuleBasedStateMachine):
         can = {
             "cancel": self.decodes,
             "cut": not self.session.cut,
+            "sleep": not self.session.cut and self.flying,
             "die": True,
             "break": self.to_source or self.to_sink,
             "unreachable": self.opening(),
@@ -584,6 +633,11 @@ class Linked(RuleBasedStateMachine):
                 self.cancel(pick)
             case "cut":
                 self.the_session_is_cut()
+            case "sleep":
+                self.the_session_is_cut()
+                self.sink_notices(proven=False)
+                for _ in range(pick):
+                    self.time_passes(1.0)
             case "die":
                 self.the_source_dies()
             case "break":  # and is made anew: what was under way is lost, the session lives
@@ -602,7 +656,7 @@ class Linked(RuleBasedStateMachine):
             seconds = 0.2
         then = self.now + seconds
         for transfer in list(self.flying):
-            until = min(transfer.until, transfer.session.writes_land_until())
+            until = transfer.until
             if until > then or (isinstance(transfer.action, PostRead) and not transfer.torn and until == float("inf")):
                 continue
             if transfer.torn:
@@ -632,13 +686,15 @@ class Linked(RuleBasedStateMachine):
         """Whatever happened: when the network works and both engines go on, everything comes to its end."""
         if not hasattr(self, "source"):
             return
-        while self.unnoticed:
-            self.sink_notices()
-        if self.source_unaware:
-            self.source_notices()
-        if self.session.cut:
-            self.new_session()
         for turn in range(50):
+            if self.revoking:
+                self.keys_are_revoked()
+            while self.unnoticed:
+                self.sink_notices(proven=turn % 2 == 0)
+            if self.source_unaware:
+                self.source_notices()
+            if self.session.cut:
+                self.reconnect()
             for handoff in self.opening():
                 self.at_sink(self.sink.connected(handoff, (self.me,), self.now))
             for prefill in self.running():
@@ -665,6 +721,7 @@ class Linked(RuleBasedStateMachine):
         assert not self.source.serving()
         assert not self.flying
         assert not self.memory_p
+        assert not self.pinned
         assert not self.memory_d
         assert [d for d in self.decodes if d.reports != 1] == []
         assert all(count == 1 for count in self.source_reports.values())
@@ -691,6 +748,15 @@ class Forgetful(Linked):
     data_is_in_trouble = None
 
 
+class Asleep(Linked):
+    """The source's process is out of hearing for long, with writes under way, and only sometimes dead."""
+
+    WORDS: ClassVar = ["sleep", "sleep", "cut", "die"]
+    data_is_in_trouble = None
+
+
 EFFORT = settings(max_examples=100, stateful_step_count=60, deadline=None)
-TestLinked, TestPreempting, TestForgetful = Linked.TestCase, Preempting.TestCase, Forgetful.TestCase
-TestLinked.settings = TestPreempting.settings = TestForgetful.settings = EFFORT
+TestLinked, TestPreempting, TestForgetful, TestAsleep = (
+    one.TestCase for one in (Linked, Preempting, Forgetful, Asleep)
+)
+TestLinked.settings = TestPreempting.settings = TestForgetful.settings = TestAsleep.settings = EFFORT

@@ -13,9 +13,7 @@ TIMING = Timing(interval=1.0, timeout=5.0, lease=4.0, margin=0.5)
 
 
 def up(now: float = 1.0) -> Peer:
-    peer = Peer(TIMING, now)
-    peer.welcome(0.0, 0.0, 0.0, now)
-    return peer
+    return Peer(TIMING, now)
 
 
 @given(
@@ -88,8 +86,6 @@ def test_an_overtaken_grant_does_not_shorten_a_lease() -> None:
 
 def test_beats_are_due_once_an_interval_and_only_while_up() -> None:
     peer = Peer(TIMING, 1.0)
-    assert not peer.due(9.0), "before the greeting was answered"
-    peer.welcome(0.0, 0.0, 0.0, 1.0)
     assert not peer.due(1.99)
     assert peer.due(2.0)
     peer.beat(2.0)

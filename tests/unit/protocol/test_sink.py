@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from kvxfer.errors import LocalProtocolError, RemoteProtocolError
-from kvxfer.protocol import sink as module
-from kvxfer.protocol.actions import PostRead, Send, SinkFinished
+from kvxfer.protocol.actions import PostRead, Revoke, Send, SinkFinished
 from kvxfer.protocol.ids import HandoffId, RankId
 from kvxfer.protocol.messages import Cancel, CancelAck, Failed, Grant, Register, Release, Seal, Written
 from kvxfer.protocol.sink import TRANSITIONS, Event, Sink, State
+from kvxfer.protocol.sink_data import SinkHandoff
 
 H = HandoffId("h")
 P = RankId("p", "i1", 0)
@@ -21,7 +21,7 @@ BLOCKS = bytes(8)
 class Rig:
     """A sink that remembers the transitions it took. Clock starts at 100 s; lease margin 0.5, drain bound 2, renewal 5 s."""
 
-    def __init__(self) -> None:
+    def __init__(self, **settings) -> None:
         self.taken: list[tuple[State, Event]] = []
         rig = self
 
@@ -31,7 +31,7 @@ class Rig:
                 super()._step(one, event)
                 rig.taken.append((before, event))
 
-        self.sink = Recorded(4, drain_bound=2.0, lease_margin=0.5, renew_after=5.0)
+        self.sink = Recorded(4, drain_bound=2.0, lease_margin=0.5, renew_after=5.0, **settings)
         self.now = 100.0
         self.all: list = []
 
@@ -76,8 +76,13 @@ class Rig:
     def cancel(self, reason: str = "gone") -> list:
         return self.do("cancel", "r1", reason)
 
-    def lose(self, granted_until: float = 0.0, frm: RankId = P) -> list:
-        return self.do("peer_lost", frm, "silent", granted_until, self.now)
+    def lose(self, granted_until: float = 0.0, frm: RankId = P, *, dead: bool = False) -> list:
+        actions = list(self.sink.peer_lost(frm, "silent", granted_until, self.now, dead=dead))
+        self.all += actions
+        return actions
+
+    def back(self, frm: RankId = P) -> list:
+        return self.do("peer_back", frm, self.now)
 
     def read_done(self, transfer: int = 1) -> list:
         return self.do("read_done", transfer, self.now)
@@ -111,9 +116,15 @@ def cancelling(rig: Rig) -> None:
     rig.cancel()
 
 
-def fencing(rig: Rig) -> None:
+def fencing(rig: Rig, *, dead: bool = False) -> None:
     rig.push(P, P1)
-    rig.lose()
+    rig.ack(frm=P1)
+    rig.lose(dead=dead)
+
+
+def revoking(rig: Rig) -> None:
+    fencing(rig)
+    rig.wait(2.0)
 
 
 SCENARIOS = {
@@ -135,9 +146,19 @@ SCENARIOS = {
     (State.CANCELLING, Event.FAIL): lambda r: (cancelling(r), r.ack()),
     (State.CANCELLING, Event.CANCEL): lambda r: (cancelling(r), r.cancel()),
     (State.CANCELLING, Event.LOSE): lambda r: (cancelling(r), r.lose()),
+    (State.REGISTERED, Event.REVOKED): lambda r: (r.push(), r.do("revoked")),
+    (State.CANCELLING, Event.REVOKED): lambda r: (cancelling(r), r.do("revoked")),
+    (State.FENCING, Event.RENEW): lambda r: (r.push(P, P1), r.lose(), r.wait(5.0)),
+    (State.FENCING, Event.FAIL): lambda r: (fencing(r), r.back(), r.ack()),
     (State.FENCING, Event.CANCEL): lambda r: (fencing(r), r.cancel()),
-    (State.FENCING, Event.LOSE): lambda r: (fencing(r), r.lose(frm=P1)),
-    (State.FENCING, Event.FENCE): lambda r: (fencing(r), r.wait(2.0)),
+    (State.FENCING, Event.LOSE): lambda r: (r.push(P, P1), r.lose(), r.lose(frm=P1)),
+    (State.FENCING, Event.FENCE): lambda r: (fencing(r, dead=True), r.wait(2.0)),
+    (State.FENCING, Event.REVOKE): revoking,
+    (State.FENCING, Event.REVOKED): lambda r: (fencing(r), r.do("revoked")),
+    (State.REVOKING, Event.FAIL): lambda r: (revoking(r), r.back(), r.ack()),
+    (State.REVOKING, Event.CANCEL): lambda r: (revoking(r), r.cancel()),
+    (State.REVOKING, Event.LOSE): lambda r: (revoking(r), r.back(), r.lose()),
+    (State.REVOKING, Event.REVOKED): lambda r: (revoking(r), r.do("revoked")),
 }
 
 
@@ -153,7 +174,7 @@ def test_every_transition_of_the_table_can_happen(state, event) -> None:
 
 @pytest.mark.parametrize(("state", "event"), [(s, e) for s in State for e in Event if e not in TRANSITIONS[s]])
 def test_every_other_transition_is_a_defect_of_ours_and_says_so(state, event) -> None:
-    one = module._Handoff(H, "r1", "push", 0, 8, BLOCKS, 1, state)
+    one = SinkHandoff(H, "r1", "push", 0, 8, BLOCKS, 1, state)
     with pytest.raises(LocalProtocolError, match=f"sink handoff h: {event.value} while {state.value}"):
         Sink(4)._step(one, event)
     assert one.state is state
@@ -297,6 +318,13 @@ def test_a_lost_notification_waits_for_ranks_that_may_still_write() -> None:
     assert len(ends(rig.wait(2.0))) == 1
 
 
+def test_a_rank_that_has_not_sealed_is_asked_again_although_another_has() -> None:
+    rig = Rig()
+    rig.push(P, P1)
+    rig.seal()
+    assert [a.to for a in rig.wait(5.0) if isinstance(a, Send)] == [P1]
+
+
 def test_what_is_not_answered_is_said_again_to_those_who_have_not_answered() -> None:
     """A connection that breaks and is made anew within the time-out loses messages without ending the session."""
     rig = Rig()
@@ -365,44 +393,129 @@ def test_a_failure_after_the_seal_says_nothing_about_what_was_sealed() -> None:
 
 
 @pytest.mark.parametrize("first", ["nothing", "cancel"])
-def test_a_lost_source_is_fenced_until_its_lease_and_the_drain_are_over(first) -> None:
+def test_a_lost_source_that_may_live_is_waited_for_and_then_the_keys_are_revoked(first) -> None:
     rig = Rig()
     rig.push()
     if first == "cancel":
         rig.cancel()
     rig.lose(granted_until=103.0)
-    for word in (rig.ack, rig.fail, rig.seal, rig.cancel):
-        word()
+    rig.cancel()
     rig.written(0, 8)
     assert rig.sink.receiving()
-    assert ends(rig.wait(4.9)) == [], "the source may have posted until 103, and that may land until 105"
-    (reason,) = ends(rig.wait(0.1))
-    assert reason == ("gone" if first == "cancel" else "p rank 0 is gone: silent")
+    assert rig.wait(4.9) == [], "the source may have posted until 103, and that may land until 105"
+    (revoke,) = [a for a in rig.wait(0.1) if isinstance(a, Revoke)]
+    reason = "gone" if first == "cancel" else "p rank 0 is gone: silent"
+    assert revoke.reason == f"handoff h: {reason}, and may still write"
+    assert rig.wait(1000.0) == [], "the driver was told"
+    assert ends(rig.do("revoked")) == [reason]
+    assert not rig.sink.receiving()
+
+
+def test_without_revocation_the_time_alone_is_trusted() -> None:
+    rig = Rig(revoke=False)
+    rig.push()
+    rig.lose(granted_until=103.0)
+    assert ends(rig.wait(4.9)) == []
+    assert ends(rig.wait(0.1)) == ["p rank 0 is gone: silent"]
+
+
+@pytest.mark.parametrize("learnt", ["at once", "later"])
+def test_a_source_that_has_ended_is_waited_for_until_the_drain_is_over(learnt) -> None:
+    """It posts no more, whatever lease it held; what it had posted may still drain."""
+    rig = Rig()
+    rig.push()
+    rig.lose(granted_until=200.0, dead=learnt == "at once")
+    if learnt == "later":
+        assert rig.wait(50.0) == []
+        rig.sink.peer_ended(P, rig.now)
+        rig.sink.peer_ended(P1, rig.now)
+    assert ends(rig.wait(1.9)) == []
+    rig.sink.peer_ended(P, rig.now)  # said again, it changes nothing
+    assert ends(rig.wait(0.1)) == ["p rank 0 is gone: silent"]
 
 
 def test_a_lease_that_ended_long_ago_still_leaves_the_drain() -> None:
-    rig = Rig()
+    rig = Rig(revoke=False)
     rig.push()
     rig.lose(granted_until=50.0)
     assert ends(rig.wait(1.9)) == []
     assert len(ends(rig.wait(0.1))) == 1
 
 
-def test_a_rank_that_had_acknowledged_is_not_waited_for_until_its_leases_end() -> None:
+def test_a_loss_after_the_seal_changes_nothing() -> None:
     rig = Rig()
     rig.push(P, P1)
+    rig.written(0, 8)
     rig.seal()
-    rig.lose(granted_until=1e6)
-    assert len(ends(rig.wait(2.0))) == 1
+    assert rig.lose(granted_until=1e6) == []
+    rig.written(0, 8, frm=P1)
+    assert ends(rig.seal(frm=P1)) == [None]
+
+
+def test_when_one_rank_is_lost_the_others_are_cancelled_and_waited_for() -> None:
+    rig = Rig()
+    rig.push(P, P1)
+    actions = rig.lose(dead=True)
+    assert [(a.to, type(a.message)) for a in actions if isinstance(a, Send)] == [(P1, Cancel)]
+    assert ends(rig.wait(4.9)) == [], "the other may still write"
+    assert [a.to for a in rig.wait(0.1) if isinstance(a, Send)] == [P1], "and is asked again"
+    assert ends(rig.ack(frm=P1)) == []
+    assert ends(rig.wait(0.25)) == ["p rank 0 is gone: silent"]
 
 
 def test_two_lost_ranks_are_fenced_until_the_later_of_both() -> None:
-    rig = Rig()
+    rig = Rig(revoke=False)
     rig.push(P, P1)
     rig.lose(granted_until=110.0)
     rig.lose(granted_until=105.0, frm=P1)
     assert ends(rig.wait(11.9)) == []
     assert len(ends(rig.wait(0.1))) == 1
+
+
+def test_one_lost_rank_that_may_live_is_enough_to_revoke() -> None:
+    rig = Rig()
+    rig.push(P, P1)
+    rig.lose(dead=True)
+    rig.lose(granted_until=105.0, frm=P1)
+    assert [type(a) for a in rig.wait(7.0) if not isinstance(a, Send)][-1] is Revoke
+
+
+def test_a_lost_source_that_comes_back_is_asked_and_its_word_is_enough() -> None:
+    rig = Rig()
+    rig.push()
+    rig.lose(granted_until=104.0)
+    assert rig.back(P1) == []
+    (cancel,) = sent(rig.back(), Cancel)
+    assert cancel == Cancel(H, 1, "p rank 0 is gone: silent")
+    assert rig.back() == [], "once"
+    assert sent(rig.wait(5.0), Cancel) == [cancel], "and again when it does not answer"
+    assert ends(rig.ack()) == ["p rank 0 is gone: silent"]
+
+
+def test_a_revocation_ends_every_exposed_push_and_no_other() -> None:
+    rig = Rig()
+    rig.push()
+    other, reads, waits = HandoffId("i"), HandoffId("j"), HandoffId("k")
+    for handoff, request, mode in ((other, "r2", "push"), (reads, "r3", "pull"), (waits, "r4", "push")):
+        rig.do("open", handoff, request, mode, 0, 8, BLOCKS, rig.now)
+    rig.do("connected", other, (P1,), rig.now)
+    rig.do("connected", reads, (P1,), rig.now)
+    told = "this rank revoked the keys of its memory, since a lost peer might still have written into it"
+    assert [(a.request_id, a.reason) for a in rig.do("revoked")] == [("r1", told), ("r2", told)]
+    assert rig.sink.state(reads) is State.REGISTERED
+    assert rig.sink.state(waits) is State.OPENING
+
+
+def test_a_read_that_never_ends_is_stopped_by_revoking_the_keys_once() -> None:
+    rig = Rig()
+    rig.pull()
+    rig.grant(lease=1e6)
+    assert [a for a in rig.wait(119.9) if isinstance(a, Revoke)] == []
+    (revoke,) = [a for a in rig.wait(0.2) if isinstance(a, Revoke)]
+    assert revoke.reason == "handoff h: a read has not ended for 120 s"
+    assert [a for a in rig.wait(500.0) if isinstance(a, Revoke)] == []
+    rig.read_failed()
+    assert len(ends(rig.wait(2.0))) == 1
 
 
 @pytest.mark.parametrize("mode", ["push", "pull"])

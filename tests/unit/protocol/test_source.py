@@ -8,7 +8,7 @@ import pytest
 
 from kvxfer.errors import LocalProtocolError, RemoteProtocolError
 from kvxfer.protocol import source as module
-from kvxfer.protocol.actions import PostWrite, Send, SourceFinished
+from kvxfer.protocol.actions import PostWrite, Revoke, Send, SourceFinished, SourceQuiet
 from kvxfer.protocol.ids import HandoffId, RankId
 from kvxfer.protocol.messages import Cancel, CancelAck, Expect, Failed, Grant, Register, Release, Seal
 from kvxfer.protocol.source import TRANSITIONS, Event, Source, State
@@ -123,7 +123,6 @@ SCENARIOS = {
     (State.SERVED, Event.START): lambda r: (served_without_a_leg(r), r.start()),
     (State.SERVED, Event.COMPLETE): lambda r: (served_while_computing(r), r.complete()),
     (State.SERVED, Event.PREEMPT): lambda r: (served_while_computing(r), r.do("preempt", "r1")),
-    (State.SERVED, Event.SERVE): lambda r: (served_without_a_leg(r), r.cancel()),
     (State.SERVED, Event.EXPIRE): lambda r: (served_without_a_leg(r), r.wait(30.0)),
     (State.SERVED, Event.CLOSE): lambda r: (served_while_computing(r), r.complete(), r.finish()),
 }
@@ -746,3 +745,87 @@ def test_a_registration_whose_prefill_never_comes_is_not_put_off_by_who_only_exp
         rig.do("expect", SCHEDULER, Expect(H, 30.0))
         failures += sent(rig.wait(2.0), Failed)
     assert [f.reason for f in failures] == ["no prefill request with this id came for 30 s"]
+
+
+# --- blocks that a preempted request does not have any more ---------------------------------------------------------------
+
+
+def quiet(actions: list) -> list[int]:
+    return [a.token for a in actions if isinstance(a, SourceQuiet)]
+
+
+def writing() -> tuple[Rig, int]:
+    """A request whose whole prompt is being written."""
+    rig = Rig()
+    rig.start()
+    rig.register()
+    (transfer,) = transfers(rig.complete())
+    return rig, transfer
+
+
+@pytest.mark.parametrize("gone", ["preempt", "finish"])
+def test_blocks_are_pinned_until_no_write_reads_them(gone) -> None:
+    rig, transfer = writing()
+    if gone == "preempt":
+        actions = rig.do("preempt", "r1", token=7)
+    else:
+        actions = rig.do("finish", "r1", aborted="preempted", held=False, token=7)
+    assert quiet(actions) == []
+    assert quiet(rig.wait(50.0)) == []
+    assert quiet(rig.do("written", transfer)) == [7]
+    assert quiet(rig.wait(50.0)) == [], "once"
+
+
+def test_what_nothing_reads_is_let_go_at_once() -> None:
+    rig = Rig()
+    rig.start()
+    rig.progress(4, (5,))
+    assert quiet(rig.do("preempt", "r1", token=3)) == [3], "nobody has registered"
+    rig.register()
+    assert quiet(rig.do("preempt", "r1", token=4)) == [4], "nothing is posted"
+    assert quiet(rig.do("preempt", "r1")) == [], "nothing was pinned"
+
+
+def test_each_generations_pin_waits_for_its_own_writes() -> None:
+    rig, first = writing()
+    rig.do("preempt", "r1", token=1)
+    assert posts(rig.complete()) == [], "the earlier write to these positions is in flight"
+    assert quiet(rig.do("preempt", "r1", token=2)) == [], "the first generation's write may read blocks it had kept"
+    rig.complete()
+    assert quiet(rig.do("written", first)) == [1, 2]
+    assert transfers(rig.all)[1:] == [2], "and now the third generation's is posted"
+
+
+def test_a_write_that_failed_may_read_until_the_drain_bound_is_over() -> None:
+    rig, transfer = writing()
+    rig.do("preempt", "r1", token=7)
+    assert quiet(rig.do("write_failed", transfer, "torn")) == []
+    assert quiet(rig.wait(1.9)) == []
+    assert quiet(rig.wait(0.2)) == [7]
+
+
+def test_pins_of_requests_that_the_source_does_not_serve_are_let_go_at_once() -> None:
+    rig = Rig()
+    rig.start()
+    rig.start(request="r2")  # a second request of the same name: plain local prefill
+    assert quiet(rig.do("preempt", "r2", token=5)) == [5]
+    assert quiet(rig.do("finish", "r2", held=False, token=6)) == [6]
+    assert quiet(rig.do("preempt", "nobody")) == []
+
+
+def test_a_write_that_never_ends_is_stopped_by_revoking_the_keys_once() -> None:
+    rig, transfer = writing()
+    assert [a for a in rig.wait(119.9) if isinstance(a, Revoke)] == []
+    (revoke,) = [a for a in rig.wait(0.2) if isinstance(a, Revoke)]
+    assert revoke.reason == "handoff h: a write to d rank 0 has not ended for 120 s"
+    assert [a for a in rig.wait(500.0) if isinstance(a, Revoke)] == []
+    rig.do("write_failed", transfer, "revoked")
+    assert sent(rig.wait(2.0), Failed)
+
+
+def test_an_earlier_attempts_cancel_does_not_touch_a_later_one() -> None:
+    rig = Rig()
+    rig.start()
+    rig.register(attempt=2)
+    assert sent(rig.cancel(attempt=1)) == [CancelAck(H, 1)]
+    assert posts(rig.complete()) == [(0, 8)]

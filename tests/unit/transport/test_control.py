@@ -38,6 +38,7 @@ class Engine:
         self.heard: list[tuple] = []
         self.leases: list[float] = []
         self.rounds = 0
+        self.turning = True
         self.control = ControlChannel(self.me, "127.0.0.1", port, self, timing, connect_timeout=0.6)
         if card:
             mine = RankCard(engine, "m", 0, 1, 0, 1, "twin", LAYOUT, b"a")
@@ -55,7 +56,13 @@ class Engine:
     def on_up(self, rank, card) -> None:
         self.heard.append(("up", rank, card))
 
-    def on_lost(self, rank, reason, granted_until) -> None:
+    def beating(self, now) -> bool:
+        return self.turning
+
+    def on_ended(self, rank) -> None:
+        self.heard.append(("ended", rank))
+
+    def on_lost(self, rank, reason, granted_until, *, dead) -> None:
         self.heard.append(("lost", rank, reason))
 
     def on_lease(self, rank, until) -> None:

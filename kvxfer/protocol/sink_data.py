@@ -1,0 +1,47 @@
+"""What a sink remembers of one handoff: its own request, and what each source rank contributes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvxfer.protocol.sink_states import State
+
+if TYPE_CHECKING:
+    from kvxfer.protocol.ids import HandoffId, RankId
+    from kvxfer.protocol.intervals import IntervalSet
+
+
+@dataclass(slots=True)
+class Part:
+    """What one source rank contributes: its data by generation, its seal, and whether it still may write."""
+
+    valid: dict[int, IntervalSet] = field(default_factory=dict)
+    sealed: int | None = None  # the generation that counts
+    quiet: bool = False  # acknowledged: nothing of the attempt is or will be in flight
+    lost: bool = False  # its session is lost, and not begun anew
+    dead: bool = False  # lost, and its process is known to have ended
+    until: float = 0.0  # lost: when what it may have posted has landed or never will, if it posts no more
+
+
+@dataclass(slots=True)
+class SinkHandoff:
+    """One handoff at its sink."""
+
+    id: HandoffId
+    request_id: str
+    mode: str
+    start: int
+    end: int
+    blocks: bytes
+    attempt: int
+    state: State = State.OPENING
+    parts: dict[RankId, Part] = field(default_factory=dict)
+    reading: int | None = None  # our posted read
+    read_at: float = 0.0  # when it was posted
+    asked: float = 0.0
+    valid_until: float = 0.0
+    fence_at: float = 0.0  # of a read that failed
+    sealed_at: float = 0.0
+    prompt: bytes = b""
+    reason: str | None = None

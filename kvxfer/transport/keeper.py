@@ -1,0 +1,100 @@
+"""Keeps a rank's agent: makes it, registers the cache, and, when keys must be revoked, makes another in its place.
+
+Deregistering memory alone does not stop what is under way: over tcp, libfabric looks a key up when a message begins, and goes
+on to write what follows (``tests/integration/test_revocation.py`` stops a writer in the middle of one). Closing the agent closes
+its endpoints, so that nothing that was posted to it lands any more, on any provider. The new agent has the same name, new keys
+and new endpoints; peers need its metadata before they can post again.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from kvxfer.errors import TransportError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvxfer.layout.blocks import CacheLayout, Descriptors
+    from kvxfer.transport.agent import Agent, Status
+
+logger = logging.getLogger("kvxfer.mover")
+
+
+class AgentKeeper:
+    """Of one mover, in its thread. ``agent`` is there after ``open``; between a closing and an opening nothing can be posted."""
+
+    def __init__(self, make_agent: Callable[[], Agent], layout: CacheLayout) -> None:
+        self.agent: Agent = _NoAgent()
+        self.metadata = b""
+        self._make_agent = make_agent
+        self._layout = layout
+
+    def open(self) -> None:
+        """Make an agent and register the cache. Raises what went wrong; then there is none."""
+        agent = self._make_agent()
+        try:
+            agent.register(self._layout.spans, self._layout.memory)
+            self.metadata = agent.metadata()
+        except BaseException:
+            agent.close()
+            raise
+        self.agent = agent
+
+    def close(self) -> None:
+        """Close the agent: when this returns, nothing that was posted to it lands any more. Raises what went wrong."""
+        if self.is_open:
+            self.agent.close()
+            self.agent = _NoAgent()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is an agent."""
+        return not isinstance(self.agent, _NoAgent)
+
+
+class _NoAgent:
+    """What stands for the agent while there is none: nothing can be posted, nothing arrives."""
+
+    name = ""
+    backend = ""
+
+    def register(self, spans: Sequence[tuple[int, int, int]], memory: str) -> None:
+        """Refuse."""
+        _refuse(spans, memory)
+
+    def metadata(self) -> bytes:
+        """Refuse."""
+        _refuse()
+
+    def add_peer(self, metadata: bytes) -> str:
+        """Refuse."""
+        _refuse(metadata)
+
+    def remove_peer(self, name: str) -> None:
+        """Nobody is known."""
+
+    def post(
+        self, operation: str, local: Descriptors, remote: Descriptors, memory: str, peer: str, notification: bytes = b""
+    ) -> Any:
+        """Refuse."""
+        _refuse(operation, local, remote, memory, peer, notification)
+
+    def status(self, transfer: Any) -> Status:
+        """Refuse."""
+        _refuse(transfer)
+
+    def release(self, transfer: Any) -> None:
+        """Nothing is posted."""
+
+    def notifications(self) -> list[tuple[str, bytes]]:
+        """Return none."""
+        return []
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+def _refuse(*_: Any) -> NoReturn:
+    raise TransportError("this rank has revoked its keys and has no NIXL agent yet; it is tried again")

@@ -1,0 +1,162 @@
+"""The mover's dealings with the fabric: peers made reachable, transfers planned and posted, watched, and let go.
+
+Kept apart from what they mean for a handoff, which is the mover's. Used by its thread alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvxfer.errors import TransportError
+from kvxfer.layout.blocks import block_span, plan_blocks
+from kvxfer.protocol.actions import PostWrite
+from kvxfer.protocol.messages import Written, pack_written
+from kvxfer.transport.agent import Status
+from kvxfer.transport.keeper import AgentKeeper
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvxfer.layout.blocks import CacheLayout, Descriptors
+    from kvxfer.layout.card import RankCard
+    from kvxfer.protocol.actions import PostRead
+    from kvxfer.protocol.ids import HandoffId, RankId
+    from kvxfer.transport.agent import Agent
+
+logger = logging.getLogger("kvxfer.mover")
+
+
+@dataclass(slots=True, eq=False)
+class InFlight:
+    """A posted transfer of ours, and whom to tell when it is terminal. ``bytes``, ``descriptors``: its size."""
+
+    transfer: Any
+    number: int
+    handoff: HandoffId
+    side: str
+    peer: str
+    bytes: int
+    descriptors: int
+
+
+class Transfers:
+    """Of one rank. ``make_agent`` makes the agent, at ``start`` and after each revocation."""
+
+    def __init__(
+        self, rank: RankId, layout: CacheLayout, make_agent: Callable[[], Agent], clock: Callable[[], float]
+    ) -> None:
+        self.rank = rank
+        self.layout = layout
+        self.keeper = AgentKeeper(make_agent, layout)
+        self.in_flight: list[InFlight] = []
+        self.cards: dict[RankId, RankCard] = {}
+        self._names: dict[RankId, str] = {}
+        self._clock = clock
+
+    @property
+    def backend(self) -> str:
+        """What carries the bytes."""
+        return self.keeper.agent.backend
+
+    # --- peers ------------------------------------------------------------------------------------------------------
+
+    def lost(self, rank: RankId) -> None:
+        """Forget a peer, and its agent when nothing of ours is under way to it."""
+        self.cards.pop(rank, None)
+        name = self._names.pop(rank, None)
+        if name is not None:
+            self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        if name in self._names.values() or any(one.peer == name for one in self.in_flight):
+            return
+        try:
+            self.keeper.agent.remove_peer(name)
+        except Exception as error:  # noqa: BLE001 - names are never used twice, so this one can stay
+            logger.info("%s", error)
+
+    def _peer(self, peer: RankId) -> tuple[str, RankCard]:
+        """Return a peer's agent name and card, making its memory reachable first if it is not."""
+        card = self.cards.get(peer)
+        if card is None:
+            raise TransportError(f"{peer} has no open session")
+        name = self._names.get(peer)
+        if name is None:
+            name = self._names[peer] = self.keeper.agent.add_peer(card.agent)
+        return name, card
+
+    # --- transfers --------------------------------------------------------------------------------------------------
+
+    def post(self, action: PostWrite | PostRead) -> InFlight:
+        """Plan and post a transfer. Raises whatever kept it from being posted whole."""
+        write = isinstance(action, PostWrite)
+        peer = action.to if isinstance(action, PostWrite) else action.frm
+        name, card = self._peer(peer)
+        mine, theirs = (action.source_blocks, action.source_first), (action.sink_blocks, action.sink_first)
+        if not write:
+            mine, theirs = theirs, mine
+        local, remote = plan_blocks(
+            self.layout,
+            block_span(*mine, action.start, action.end, self.layout.block_size),
+            card.layout,
+            block_span(*theirs, action.start, action.end, card.layout.block_size),
+        )
+        transfer = self._post(action, local, remote, name)
+        size = int(local[:, 1].sum())
+        side = "source" if write else "sink"
+        one = InFlight(transfer, action.transfer, action.handoff, side, name, size, len(local))
+        self.in_flight.append(one)
+        return one
+
+    def _post(self, action: PostWrite | PostRead, local: Descriptors, remote: Descriptors, name: str) -> Any:
+        agent, memory = self.keeper.agent, self.layout.memory
+        if not isinstance(action, PostWrite):
+            return agent.post("READ", local, remote, memory, name)
+        written = Written(action.handoff, action.attempt, action.generation, self.rank.rank, action.start, action.end)
+        if self._clock() >= action.until:
+            raise TransportError(f"the lease to write into {action.to} ended before the write could be posted")
+        return agent.post("WRITE", local, remote, memory, name, pack_written(written))
+
+    def observe(self) -> list[tuple[InFlight, bool]]:
+        """Find the transfers that have become terminal, and whether they failed."""
+        terminal = []
+        for one in self.in_flight:
+            try:
+                status = self.keeper.agent.status(one.transfer)
+            except Exception:
+                logger.exception("the fabric could not be asked about a transfer; it is asked again")
+                continue
+            if status is not Status.PENDING:
+                terminal.append((one, status is Status.FAILED))
+        return terminal
+
+    def ended(self, one: InFlight) -> None:
+        """Let go of a terminal transfer."""
+        self.in_flight.remove(one)
+        self._release(one)
+        self._forget(one.peer)
+
+    def listen(self) -> list[tuple[str, bytes]]:
+        """Take the notifications that have arrived, as (peer's agent name, message)."""
+        try:
+            return self.keeper.agent.notifications()
+        except Exception:
+            logger.warning("the fabric could not be asked for notifications, and is asked again", exc_info=True)
+            return []
+
+    def close_agent(self) -> list[InFlight]:
+        """Close the agent: nothing that anybody has posted lands any more. Returns our own transfers that this stopped."""
+        for one in self.in_flight:
+            self._release(one)
+        self.keeper.close()
+        stopped, self.in_flight = self.in_flight, []
+        self._names.clear()
+        return stopped
+
+    def _release(self, one: InFlight) -> None:
+        try:
+            self.keeper.agent.release(one.transfer)
+        except Exception as error:  # noqa: BLE001 - nobody waits for it any more
+            logger.info("%s", error)
