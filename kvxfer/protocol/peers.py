@@ -28,14 +28,14 @@ from kvxfer.protocol.messages import Heartbeat
 class State(Enum):
     """Of a session. It begins when one side's greeting has been accepted: until then, nothing hangs on the peer's life."""
 
-    UP = "up"
+    UP = "up"  # both beat
     LOST = "lost"  # silent for too long, replaced, or closed
 
 
 class Event(Enum):
     """What moves a session from state to state."""
 
-    SILENCE = "silence"
+    SILENCE = "silence"  # nothing was heard for the time-out
     REPLACED = "replaced"  # another incarnation answers, the peer forgot us, or its process is known to have ended
 
 
