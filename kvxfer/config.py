@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from kvxfer.addresses import AddressError, bare, check_host, is_wildcard
 from kvxfer.errors import ConfigError
 from kvxfer.protocol.peers import Timing
 
@@ -58,6 +59,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Port of the engine's control channel; data-parallel rank i listens at control_port + i. Worker ranks take free ports."""
     advertise_host: str = ""
     """Address given to peers instead of control_host, where the two differ (NAT, wildcard binds)."""
+    secret_file: str = ""
+    """File with the secret that both engines share; empty for KVXFER_SECRET_FILE or KVXFER_SECRET, or none."""
     model_id: str = ""
     """Name that both engines must share instead of the model's path."""
     stream: bool = True
@@ -90,6 +93,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Between two looks at the fabric while something is under way."""
     record_capacity: int = 1024
     """Ended handoffs whose records are kept."""
+
+    @property
+    def told_host(self) -> str:
+        """The host that others are told: advertise_host, else control_host."""
+        return bare(self.advertise_host or self.control_host)
 
     @property
     def timing(self) -> Timing:
@@ -153,6 +161,15 @@ def _ranges(settings: Settings) -> list[str]:
         found.append(f"backend={settings.backend!r} must be LIBFABRIC or UCX")
     if not 0 < settings.control_port < 65536:  # noqa: PLR2004
         found.append(f"control_port={settings.control_port} must be from 1 to 65535")
+    for name in ("control_host", "advertise_host"):
+        try:
+            check_host(getattr(settings, name))
+        except AddressError as error:
+            found.append(f"{name}: {error}")
+    if not settings.control_host:
+        found.append("control_host is empty: name an address of this host, or 0.0.0.0 or :: for all of them")
+    if settings.advertise_host and is_wildcard(settings.advertise_host):
+        found.append(f"advertise_host={settings.advertise_host!r} names no host that a peer could reach")
     for name in _DURATIONS:
         if not getattr(settings, name) > 0:  # so that NaN is caught, too
             found.append(f"{name}={getattr(settings, name):g} must be above 0")

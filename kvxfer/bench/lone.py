@@ -29,6 +29,7 @@ from kvxfer_host import HostPlatform
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from kvxfer.protocol.auth import Secret
     from kvxfer.transport.agent import Agent
     from kvxfer.transport.records import HandoffRecord
 
@@ -75,6 +76,8 @@ class LoneRank:
         changes: dict[str, Any] | None = None,
         connect_timeout: float = 5.0,
         mover_timeout: float = 30.0,
+        host: str = "127.0.0.1",
+        secret: Secret | None = None,
         **settings: Any,
     ) -> None:
         self.block_size = block_size
@@ -89,8 +92,10 @@ class LoneRank:
             lambda: make_agent(self.me.agent),
             MoverSettings(**{"mode": mode, **settings}),
             timing or Timing(),
+            host=host,
             connect_timeout=connect_timeout,
             mover_timeout=mover_timeout,
+            secret=secret,
         )
         self.mover, self.control = self.threads.mover, self.threads.control
         where = RankAddress(0, self.me.incarnation, 0, 0, "", self.control.port)

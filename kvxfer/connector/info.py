@@ -41,7 +41,7 @@ class InfoMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM is not 
                 engine = f"{engine}_dp{index}"  # as vLLM names it in that rank's own process
             identity = {
                 "engine_id": engine,
-                "host": settings.advertise_host or settings.control_host,
+                "host": settings.told_host,
                 "port": settings.control_port + index,
                 "tp_size": parallel.tensor_parallel_size,
                 "pp_size": parallel.pipeline_parallel_size,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from kvxfer.addresses import AddressError, check_host, is_wildcard
 from kvxfer.protocol.ids import MAX_ID_LENGTH, HandoffId, handoff_id
 from kvxfer.transport.commands import EngineAddress
 
@@ -51,6 +52,12 @@ def parse(request_id: str, params: object) -> SourceParams | SinkParams | None:
     host = _text(params, "remote_host")
     if not host:
         raise ParamsError("remote_host is missing: the prefill engine's control_host")
+    try:
+        host = check_host(host)
+    except AddressError as error:
+        raise ParamsError(f"remote_host: {error}") from None
+    if is_wildcard(host):
+        raise ParamsError(f"remote_host is {host}, which names no host: set advertise_host at the prefill engine")
     port = params.get("remote_port")
     if isinstance(port, str) and port.isdecimal() and len(port) < 6:  # noqa: PLR2004 - Python refuses to read very long ones
         port = int(port)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from kvxfer.addresses import is_wildcard, shown_at
 from kvxfer.connector import compat
 from kvxfer.connector.announce import Announcer
 from kvxfer.connector.metadata import QuietPins
@@ -26,6 +27,7 @@ from kvxfer.errors import RemoteProtocolError
 from kvxfer.protocol.messages import Directory, Report
 from kvxfer.transport.commands import SinkCancel, SinkOpen, SourceFinish, SourceProgress, SourceStart, Step
 from kvxfer.transport.control import ControlChannel
+from kvxfer.transport.secret import load_secret
 
 if TYPE_CHECKING:
     from kvxfer.config import Settings
@@ -83,10 +85,24 @@ class SchedulerHalf:
         self._sources: dict[str, _Source] = {}
         self._sinks: dict[str, _Sink] = {}
         port = settings.control_port + compat.data_parallel_index(vllm_config)
-        self.control = ControlChannel(me, settings.control_host, port, self, settings.timing, settings.connect_timeout)
+        self.control = ControlChannel(
+            me,
+            settings.control_host,
+            port,
+            self,
+            settings.timing,
+            settings.connect_timeout,
+            secret=load_secret(settings.secret_file),
+        )
         self._announcer = Announcer(self.control, settings.leg_timeout)
         self.control.start()
-        logger.info("engine %s: control channel at %s:%d", me.engine, settings.control_host, port)
+        logger.info("engine %s: control channel at %s", me.engine, shown_at(settings.control_host, port))
+        if is_wildcard(settings.told_host):
+            logger.warning(
+                "control_host=%s names no host that a peer could reach: kvxfer's router puts the host of the engine's URL "
+                "in its place; for any other proxy set advertise_host",
+                settings.control_host,
+            )
 
     def bind_block_pool(self, pool: Any) -> None:
         """Take vLLM's block pool: with it, blocks can be pinned while writes read them, and hence written while they grow."""
@@ -273,7 +289,7 @@ class SchedulerHalf:
             "remote_block_ids": [],
             "remote_engine_id": self._engine,
             "remote_request_id": request_id,
-            "remote_host": self.settings.advertise_host or self.settings.control_host,
+            "remote_host": self.settings.told_host,
             "remote_port": self.control.port,
             "tp_size": self._tp_size,
             "pp_size": self._pp_size,

@@ -15,6 +15,7 @@ import logging
 from array import array
 from typing import TYPE_CHECKING, Any
 
+from kvxfer.addresses import bare
 from kvxfer.connector import compat
 from kvxfer.errors import ConfigError, TransportError
 from kvxfer.layout.card import RankCard
@@ -25,6 +26,7 @@ from kvxfer.transport import commands as cmd
 from kvxfer.transport.mover import MoverSettings
 from kvxfer.transport.nixl import NixlAgent
 from kvxfer.transport.rank import RankThreads
+from kvxfer.transport.secret import load_secret
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -87,6 +89,7 @@ class WorkerHalf:
             connect_timeout=settings.connect_timeout,
             mover_timeout=settings.mover_timeout,
             cpus=self._platform.background_cpus(),
+            secret=load_secret(settings.secret_file),
         )
         tp_rank, pp_rank = compat.parallel_ranks(self._vllm_config)
         parallel, model = self._vllm_config.parallel_config, self._vllm_config.model_config
@@ -104,7 +107,7 @@ class WorkerHalf:
             )
         )
         self._address = RankAddress(
-            self.me.rank, self.me.incarnation, tp_rank, pp_rank, settings.advertise_host, threads.control.port
+            self.me.rank, self.me.incarnation, tp_rank, pp_rank, bare(settings.advertise_host), threads.control.port
         )
         logger.info(
             "%s: %d blocks of %s bytes in %d regions of %s memory, registered with NIXL %s",

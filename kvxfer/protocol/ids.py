@@ -10,6 +10,7 @@ one ``transfer_id``, hence the two indices.
 from __future__ import annotations
 
 import re
+from typing import Annotated
 
 import msgspec
 
@@ -27,18 +28,35 @@ MAX_ID_LENGTH = 512
 """Longest transfer or request id that is accepted, in characters."""
 
 
+def shown(text: str, limit: int = 2000) -> str:
+    r"""Make a peer's text fit for a log: nothing that could end a line or move a cursor, and no more than ``limit`` characters.
+
+    >>> shown("a\\nWARNING all is well")
+    'a\\\\nWARNING all is well'
+    """
+    if len(text) > limit:
+        text = f"{text[:limit]}… ({len(text):,} characters)"
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+Index = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+Name = Annotated[str, msgspec.Meta(max_length=MAX_ID_LENGTH)]
+
+
 class HandoffId(msgspec.Struct, frozen=True, array_like=True):
     """Names one request's KV transfer on both engines."""
 
-    transfer: str
-    prompt: int = 0
-    child: int = 0
+    transfer: Name
+    prompt: Index = 0
+    child: Index = 0
 
     def __str__(self) -> str:
-        """``transfer/prompt/child``; the indices only where one of them is set."""
+        """``transfer/prompt/child``; the indices only where one of them is set. Fit for a log, whatever a client made it of."""
         if self.prompt or self.child:
-            return f"{self.transfer}/{self.prompt}/{self.child}"
-        return self.transfer
+            return f"{shown(self.transfer)}/{self.prompt}/{self.child}"
+        return shown(self.transfer)
 
 
 class RankId(msgspec.Struct, frozen=True, array_like=True, order=True):
@@ -47,9 +65,9 @@ class RankId(msgspec.Struct, frozen=True, array_like=True, order=True):
     ``incarnation`` is drawn anew at every start, so whatever an earlier life of the same engine sent is recognised as such.
     """
 
-    engine: str
-    incarnation: str
-    rank: int
+    engine: Name
+    incarnation: Name
+    rank: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 20)]
 
     @property
     def agent(self) -> str:
@@ -57,8 +75,8 @@ class RankId(msgspec.Struct, frozen=True, array_like=True, order=True):
         return f"{self.engine}/{self.incarnation}/{self.rank}"
 
     def __str__(self) -> str:
-        """For messages that people read: the engine and the rank."""
-        return f"{self.engine} rank {self.rank}" if self.rank >= 0 else self.engine
+        """For messages that people read: the engine and the rank. Fit for a log: a stranger may call itself anything."""
+        return f"{shown(self.engine)} rank {self.rank}" if self.rank >= 0 else shown(self.engine)
 
 
 def split_request_id(request_id: str) -> tuple[str, int, int]:

@@ -1,10 +1,16 @@
 """What crosses the control channel, and the one notification that follows data over NIXL.
 
-msgpack with a schema (msgspec tagged unions), a size limit, and the wire version outside everything else, so that two
-versions which cannot understand each other at least say so. Nothing is ever unpickled.
+msgpack with a schema (msgspec tagged unions) and limits on every size and number; nothing is ever unpickled. What a field may
+hold is said at the field: numbers that become deadlines are finite, texts that people read are cut and made printable
+when they are read (``ids.shown``).
+
+**What never changes**, so that two versions which cannot understand each other at least say so: everything is one msgpack
+array whose first element is the wire version, an integer; and ``[version, "refused", reason]`` is a refusal in every version.
 
 An envelope names its sender and the incarnation that it is meant for: a socket library may deliver what was meant for a
 process that has since been replaced at the same address, and acting on it would be acting for the dead.
+
+``proof`` is there where engines share a secret (``auth``); it is checked before the body is read.
 
 Times are seconds of the *sender's* monotonic clock; receivers only echo them. Positions are tokens. Block ids are
 little-endian int32, packed in bytes: they are forwarded whole and looked at only where descriptors are made.
@@ -12,18 +18,46 @@ little-endian int32, packed in bytes: they are forwarded whole and looked at onl
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from kvxfer.errors import RemoteProtocolError
-from kvxfer.protocol.ids import HandoffId, RankId
+from kvxfer.protocol.ids import HandoffId, Name, RankId, shown
 
-WIRE_VERSION = 1
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+WIRE_VERSION = 2
 """Raised whenever a message changes in a way that the previous version cannot read."""
 
 MAX_MESSAGE_BYTES = 8 << 20
 """Largest envelope accepted: two million block ids, or any card."""
+
+
+MAX_CARD_BYTES = 1 << 20
+"""Largest Hello and Welcome: a card with its NIXL metadata, which a process keeps of every peer."""
+
+MAX_SMALL_BYTES = 64 << 10
+"""Largest of all other messages that carry no blocks, no records and no directory."""
+
+MAX_RECORDS = 4096
+"""Records in one report: some 0.5 KB each, well below the largest message."""
+
+MAX_RANKS = 1024
+"""Ranks of one engine."""
+
+Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
+Position = Annotated[int, Meta(ge=0, lt=1 << 31)]
+"""A token's position, or a number of tokens."""
+Stamp = Annotated[float, Meta(ge=0.0, le=1e12)]
+"""A moment of somebody's monotonic clock. The limits keep NaN and infinity out as well."""
+Duration = Annotated[float, Meta(ge=0.0, le=1e6)]
+Blocks = Annotated[bytes, Meta(max_length=MAX_MESSAGE_BYTES)]
+"""Block ids, four bytes each; read_body refuses what is not whole."""
+Card = Annotated[dict[str, Any], Meta(max_length=64)]
 
 
 class Message(msgspec.Struct, frozen=True, tag_field="t", omit_defaults=True):
@@ -36,12 +70,20 @@ class Message(msgspec.Struct, frozen=True, tag_field="t", omit_defaults=True):
 class RankAddress(msgspec.Struct, frozen=True):
     """Where one worker rank's control thread listens. An empty host means: where the engine itself was reached."""
 
-    rank: int
-    incarnation: str
-    tp_rank: int
-    pp_rank: int
-    host: str
-    port: int
+    rank: Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
+    incarnation: Name
+    tp_rank: Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
+    pp_rank: Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
+    host: Annotated[str, Meta(max_length=255)]
+    port: Annotated[int, Meta(gt=0, lt=1 << 16)]
+
+
+class Knock(Message, frozen=True, tag="knock"):
+    """Asks for a challenge, on a connection that was just dialed, where engines share a secret (``auth``)."""
+
+
+class Challenge(Message, frozen=True, tag="challenge"):
+    """Answers a Knock: the proof's link names this connection from now on."""
 
 
 class WhoIs(Message, frozen=True, tag="whois"):
@@ -51,11 +93,11 @@ class WhoIs(Message, frozen=True, tag="whois"):
 class Directory(Message, frozen=True, tag="directory"):
     """An engine's ranks. ``ready`` is false until every rank has reported; ask again then."""
 
-    engine: str
-    tp_size: int
-    pp_size: int
+    engine: Name
+    tp_size: Annotated[int, Meta(gt=0, le=MAX_RANKS)]
+    pp_size: Annotated[int, Meta(gt=0, le=MAX_RANKS)]
     ready: bool
-    ranks: tuple[RankAddress, ...]
+    ranks: Annotated[tuple[RankAddress, ...], Meta(max_length=MAX_RANKS)]
 
 
 class Hello(Message, frozen=True, tag="hello"):
@@ -64,21 +106,21 @@ class Hello(Message, frozen=True, tag="hello"):
     ``interval`` and ``timeout`` are the sender's, in seconds: two sides that would think each other dead refuse at once.
     """
 
-    card: dict[str, Any]
-    sent: float
-    interval: float = 0.0
-    timeout: float = 0.0
+    card: Card
+    sent: Stamp
+    interval: Duration = 0.0
+    timeout: Duration = 0.0
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
     """Accepts a session; the same two fields of the accepting rank, and the stamp of the Hello it answers."""
 
-    card: dict[str, Any]
-    sent: float
-    echo: float
-    lease: float
-    interval: float = 0.0
-    timeout: float = 0.0
+    card: Card
+    sent: Stamp
+    echo: Stamp
+    lease: Duration
+    interval: Duration = 0.0
+    timeout: Duration = 0.0
 
 
 class Refused(Message, frozen=True, tag="refused"):
@@ -90,9 +132,9 @@ class Refused(Message, frozen=True, tag="refused"):
 class Heartbeat(Message, frozen=True, tag="heartbeat"):
     """Proves life, and grants: the receiver may post until ``lease`` seconds after the moment ``echo`` at which it asked."""
 
-    sent: float
-    echo: float
-    lease: float
+    sent: Stamp
+    echo: Stamp
+    lease: Duration
 
 
 class Stale(Message, frozen=True, tag="stale"):
@@ -106,7 +148,7 @@ class Expect(Message, frozen=True, tag="expect"):
     """Sink to source: a decode leg exists, though it has no blocks yet; keep the KV for ``ttl`` seconds."""
 
     handoff: HandoffId
-    ttl: float
+    ttl: Duration
 
 
 class Register(Message, frozen=True, tag="register"):
@@ -122,42 +164,42 @@ class Register(Message, frozen=True, tag="register"):
     """
 
     handoff: HandoffId
-    attempt: int
-    mode: str
-    start: int
-    end: int
-    blocks: bytes
-    asked: float
+    attempt: Count
+    mode: Annotated[str, Meta(max_length=16)]
+    start: Position
+    end: Position
+    blocks: Blocks
+    asked: Stamp
     again: bool = False
-    prompt: bytes = b""
+    prompt: Annotated[bytes, Meta(max_length=64)] = b""
 
 
 class Grant(Message, frozen=True, tag="grant"):
     """Source to sink (pull): my ``blocks`` hold positions [0, tokens) and stay until ``lease`` seconds after ``asked``."""
 
     handoff: HandoffId
-    attempt: int
-    generation: int
-    tokens: int
-    blocks: bytes
-    asked: float
-    lease: float
+    attempt: Count
+    generation: Count
+    tokens: Position
+    blocks: Blocks
+    asked: Stamp
+    lease: Duration
 
 
 class Seal(Message, frozen=True, tag="seal"):
     """Source to sink (push): for positions [0, tokens) what was written under ``generation`` is the truth."""
 
     handoff: HandoffId
-    attempt: int
-    generation: int
-    tokens: int
+    attempt: Count
+    generation: Count
+    tokens: Position
 
 
 class Cancel(Message, frozen=True, tag="cancel"):
     """Sink to source: stop; answer when nothing of this attempt is or will be in flight."""
 
     handoff: HandoffId
-    attempt: int
+    attempt: Count
     reason: str
 
 
@@ -165,7 +207,7 @@ class CancelAck(Message, frozen=True, tag="cancelack"):
     """Source to sink: nothing of this attempt is or will be in flight."""
 
     handoff: HandoffId
-    attempt: int
+    attempt: Count
 
 
 class Release(Message, frozen=True, tag="release"):
@@ -179,7 +221,7 @@ class Failed(Message, frozen=True, tag="failed"):
     """Source to sink: this attempt will not succeed, and nothing of it is or will be in flight."""
 
     handoff: HandoffId
-    attempt: int
+    attempt: Count
     reason: str
 
 
@@ -189,20 +231,22 @@ class Failed(Message, frozen=True, tag="failed"):
 class ReportAsk(Message, frozen=True, tag="reportask"):
     """Asks a rank for its handoff records. Needs no session."""
 
-    last: int
+    last: Count
 
 
 class Report(Message, frozen=True, tag="report"):
     """A rank's handoff records, oldest first, and its card."""
 
-    rank: int
-    card: dict[str, Any]
-    counters: dict[str, int]
-    records: list[dict[str, Any]]
+    rank: Annotated[int, Meta(ge=-1, lt=MAX_RANKS)]
+    card: Card
+    counters: Annotated[dict[str, int], Meta(max_length=1000)]
+    records: Annotated[list[dict[str, Any]], Meta(max_length=MAX_RECORDS)]
 
 
 AnyMessage = (
-    WhoIs
+    Knock
+    | Challenge
+    | WhoIs
     | Directory
     | Hello
     | Welcome
@@ -222,36 +266,69 @@ AnyMessage = (
 )
 
 
+class Proof(msgspec.Struct, frozen=True, array_like=True):
+    """That the sender knows the secret: see ``auth``. ``number`` 0 is the handshake's; then each message's is higher."""
+
+    link: Annotated[bytes, Meta(max_length=64)]
+    number: Count
+    mac: Annotated[bytes, Meta(max_length=32)]
+
+
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
     """``body`` is a packed message. ``to`` is the incarnation meant, empty while the sender does not know one."""
 
     wire: int
     sender: RankId
-    to: str
+    to: Name
     body: msgspec.Raw
+    proof: Proof | None = None
+
+
+class Refusal(msgspec.Struct, frozen=True, array_like=True):
+    """What is answered when no envelope can be: another wire version, no secret or another one. Read by every version."""
+
+    wire: int
+    what: Literal["refused"]
+    reason: str
+
+
+class WireVersionError(RemoteProtocolError):
+    """An envelope of another wire version. ``sender`` is who says that it is its sender, as far as that can be read."""
+
+    def __init__(self, theirs: int, sender: RankId | None, mine: str = "this process") -> None:
+        self.theirs = theirs
+        self.sender = sender
+        super().__init__(
+            f"{sender or 'the peer'} speaks wire version {theirs}, {mine} speaks {WIRE_VERSION}: "
+            "install kvxfer releases with the same wire version on both engines"
+        )
 
 
 class Written(msgspec.Struct, frozen=True, array_like=True):
     """The notification that follows a WRITE: positions [start, end) of the attempt have landed, from this generation."""
 
     handoff: HandoffId
-    attempt: int
-    generation: int
-    rank: int
-    start: int
-    end: int
+    attempt: Count
+    generation: Count
+    rank: Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
+    start: Position
+    end: Position
 
 
 _encoder = msgspec.msgpack.Encoder()
 _body = msgspec.msgpack.Decoder(AnyMessage)
 _envelope = msgspec.msgpack.Decoder(Envelope)
-_wire = msgspec.msgpack.Decoder(list[msgspec.Raw])
+_refusal = msgspec.msgpack.Decoder(Refusal)
+_parts = msgspec.msgpack.Decoder(list[msgspec.Raw])
+_sender = msgspec.msgpack.Decoder(RankId)
 _written = msgspec.msgpack.Decoder(Written)
 
 
-def pack(sender: RankId, to: str, message: Message) -> bytes:
-    """Put a message into its envelope."""
-    packed = _encoder.encode(Envelope(WIRE_VERSION, sender, to, msgspec.Raw(_encoder.encode(message))))
+def pack(sender: RankId, to: str, message: Message, prove: Callable[[bytes], Proof] | None = None) -> bytes:
+    """Put a message into its envelope; ``prove`` makes the proof for its body."""
+    body = _encoder.encode(message)
+    proof = None if prove is None else prove(body)
+    packed = _encoder.encode(Envelope(WIRE_VERSION, sender, to, msgspec.Raw(body), proof))
     if len(packed) > MAX_MESSAGE_BYTES:
         raise ValueError(
             f"{type(message).__name__} of {len(packed):,} bytes is above the limit of {MAX_MESSAGE_BYTES:,}"
@@ -259,36 +336,86 @@ def pack(sender: RankId, to: str, message: Message) -> bytes:
     return packed
 
 
-def unpack(packed: bytes) -> tuple[Envelope, AnyMessage]:
-    """Open an envelope. Raises RemoteProtocolError for anything that is not one of ours, saying what is wrong with it."""
+def pack_refusal(reason: str) -> bytes:
+    """Say to a peer of any version, with or without a secret, why it is not listened to."""
+    return _encoder.encode(Refusal(WIRE_VERSION, "refused", reason))
+
+
+def open_envelope(packed: bytes) -> Envelope | Refusal:
+    """Open an envelope, or a refusal, without reading its message.
+
+    Raises WireVersionError for another version's, RemoteProtocolError for anything else that is not one of ours.
+    """
     if len(packed) > MAX_MESSAGE_BYTES:
         raise RemoteProtocolError(f"message of {len(packed):,} bytes is above the limit of {MAX_MESSAGE_BYTES:,}")
     try:
         envelope = _envelope.decode(packed)
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise RemoteProtocolError(_why_not_an_envelope(packed, error)) from None
+        return _not_an_envelope(packed, error)
     if envelope.wire != WIRE_VERSION:
-        raise RemoteProtocolError(_wire_mismatch(envelope.wire))
+        raise WireVersionError(envelope.wire, envelope.sender)
+    return envelope
+
+
+def read_body(envelope: Envelope) -> AnyMessage:
+    """Read the message in an envelope. Raises RemoteProtocolError that says what is wrong with it."""
     try:
-        return envelope, _body.decode(envelope.body)
+        message = _body.decode(envelope.body)
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise RemoteProtocolError(f"malformed message from {envelope.sender}: {error}") from None
+        raise RemoteProtocolError(f"malformed message from {envelope.sender}: {shown(str(error), 300)}") from None
+    size, limit = memoryview(envelope.body).nbytes, _LIMITS.get(type(message), MAX_SMALL_BYTES)
+    if size > limit:
+        what = type(message).__name__
+        raise RemoteProtocolError(f"{what} of {size:,} bytes from {envelope.sender} is above its limit of {limit:,}")
+    if isinstance(message, Refused | Cancel | Release | Failed):
+        if not message.reason.isprintable() or len(message.reason) > MAX_REASON:
+            message = msgspec.structs.replace(message, reason=shown(message.reason, MAX_REASON))
+    elif isinstance(message, Register | Grant) and len(message.blocks) % 4:
+        raise RemoteProtocolError(
+            f"{envelope.sender} names blocks in {len(message.blocks)} bytes: ids are of four each"
+        )
+    return message
 
 
-def _wire_mismatch(theirs: int) -> str:
-    return (
-        f"the peer speaks wire version {theirs}, this process {WIRE_VERSION}: "
-        "install kvxfer releases with the same wire version on both engines"
-    )
+def unpack(packed: bytes) -> tuple[Envelope, AnyMessage]:
+    """Open an envelope whose proof nobody asks for, and read it. A refusal, too, is raised as RemoteProtocolError."""
+    envelope = open_envelope(packed)
+    if isinstance(envelope, Refusal):
+        raise RemoteProtocolError(envelope.reason)
+    return envelope, read_body(envelope)
 
 
-def _why_not_an_envelope(packed: bytes, error: Exception) -> str:
-    """A future version may change the envelope itself, but never that the wire version comes first in an array."""
+MAX_REASON = 2000
+"""Characters of a peer's reason that are kept."""
+
+_LIMITS: dict[type, int] = {
+    Hello: MAX_CARD_BYTES,
+    Welcome: MAX_CARD_BYTES,
+    Directory: MAX_CARD_BYTES,
+    Register: MAX_MESSAGE_BYTES,
+    Grant: MAX_MESSAGE_BYTES,
+    Report: MAX_MESSAGE_BYTES,
+}
+
+
+def _not_an_envelope(packed: bytes, error: Exception) -> Refusal:
+    """Return the refusal that this is; otherwise raise why it is nothing, or that it is another version's."""
     try:
-        theirs = msgspec.msgpack.decode(_wire.decode(packed)[0], type=int)
+        refusal = _refusal.decode(packed)
+        return Refusal(refusal.wire, refusal.what, shown(refusal.reason, MAX_REASON))
+    except (msgspec.MsgspecError, RecursionError):
+        pass
+    try:
+        parts = _parts.decode(packed)
+        theirs = msgspec.msgpack.decode(parts[0], type=int)
     except (msgspec.MsgspecError, IndexError, RecursionError):
-        return f"not a kvxfer message: {error}"
-    return _wire_mismatch(theirs) if theirs != WIRE_VERSION else f"malformed envelope: {error}"
+        raise RemoteProtocolError(f"not a kvxfer message: {shown(str(error), 300)}") from None
+    if theirs == WIRE_VERSION:
+        raise RemoteProtocolError(f"malformed envelope: {shown(str(error), 300)}") from None
+    sender = None
+    with contextlib.suppress(msgspec.MsgspecError, IndexError, RecursionError):
+        sender = _sender.decode(parts[1])
+    raise WireVersionError(theirs, sender) from None
 
 
 def pack_written(written: Written) -> bytes:
@@ -303,7 +430,7 @@ def unpack_written(packed: bytes) -> Written:
     try:
         return _written.decode(packed)
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise RemoteProtocolError(f"malformed notification: {error}") from None
+        raise RemoteProtocolError(f"malformed notification: {shown(str(error), 300)}") from None
 
 
 MAX_ID_BYTES = 4096

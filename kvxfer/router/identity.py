@@ -10,10 +10,11 @@ same values apart. Where they differ, a push would register with nobody, so the 
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+
+from kvxfer.addresses import bare, is_loopback, is_wildcard
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 _SAMPLE = re.compile(r"^kvxfer_info\{(?P<labels>.*)\}\s+\S+", re.MULTILINE)
 _LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
 _ESCAPE = re.compile(r"\\(.)")
-_WILDCARDS = {"", "0.0.0.0", "::", "*"}  # noqa: S104
 _FITTING_ROLES = {"prefill": {"kv_producer", "kv_both"}, "decode": {"kv_consumer", "kv_both"}}
 
 
@@ -86,19 +86,9 @@ def _unescape(match: re.Match[str]) -> str:
 
 def reachable_host(advertised: str, url_host: str) -> str:
     """The host to connect to: a wildcard, or a loopback of another machine, is replaced by the engine URL's host."""
-    bare = advertised.strip("[]")
-    if bare in _WILDCARDS or (_is_loopback(bare) and not _is_loopback(url_host)):
-        return url_host
-    return bare
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    if is_wildcard(advertised) or (is_loopback(advertised) and not is_loopback(url_host)):
+        return bare(url_host)
+    return bare(advertised)
 
 
 def check_role(identities: Sequence[Identity], role: Role, mode: Mode) -> None:
@@ -126,9 +116,9 @@ def check_probe(identity: Identity, answer: Any, url_host: str) -> None:
     host = params.get("remote_host")
     # A wildcard or a loopback names no machine, so it contradicts nothing.
     if not isinstance(host, str) or (
-        reachable_host(host, url_host) == host.strip("[]") and identity.advertised.strip("[]") == identity.host
+        reachable_host(host, url_host) == bare(host) and bare(identity.advertised) == identity.host
     ):
-        answered["host"] = host.strip("[]") if isinstance(host, str) else host
+        answered["host"] = bare(host) if isinstance(host, str) else host
     different = [
         f"{name} is {getattr(identity, name)!r} in kvxfer_info and {value!r} in its answer to the probe"
         for name, value in answered.items()

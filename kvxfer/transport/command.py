@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvxfer.addresses import AddressError, parse
 from kvxfer.errors import KvxferError
 
 if TYPE_CHECKING:
@@ -17,19 +18,24 @@ def records(
     address: Annotated[str, typer.Argument(help="HOST:PORT of an engine's control channel; [HOST]:PORT for IPv6.")],
     *,
     last: Annotated[int, typer.Option(help="How many records of each rank.", min=1)] = 20,
+    secret_file: Annotated[
+        str, typer.Option(help="The file with the engines' shared secret; else KVXFER_SECRET_FILE or KVXFER_SECRET.")
+    ] = "",
     json: Annotated[bool, typer.Option("--json", help="One JSON object a record, a line each.")] = False,
 ) -> None:
     """Show the last handoffs of a running engine: what was moved, how long each stage took, how it ended."""
     import msgspec
 
     from kvxfer.transport.query import fetch_records
+    from kvxfer.transport.secret import load_secret
 
-    host, _, port = address.rpartition(":")
-    if not host or not (port.isdecimal() and len(port) < 6 and 0 < int(port) < 65536):  # noqa: PLR2004
-        typer.echo(f"{address!r} is not HOST:PORT, with a port from 1 to 65535", err=True)
-        raise typer.Exit(2)
     try:
-        report = fetch_records(host.strip("[]"), int(port), last=last)
+        host, port = parse(address)
+    except AddressError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
+    try:
+        report = fetch_records(host, port, last=last, secret=load_secret(secret_file))
     except KvxferError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None

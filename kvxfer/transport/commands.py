@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvxfer.addresses import shown_at
+from kvxfer.protocol.ids import shown
+
 if TYPE_CHECKING:
     from kvxfer.layout.card import RankCard
     from kvxfer.platform import Fence
@@ -22,7 +25,7 @@ class EngineAddress:
 
     def __str__(self) -> str:
         """For messages that people read."""
-        return f"{self.engine or 'an engine'} at {self.host}:{self.port}"
+        return f"{shown(self.engine) or 'an engine'} at {shown_at(shown(self.host), self.port)}"
 
 
 # --- from the engine thread: what a scheduler decided, made by the scheduler half and carried by vLLM ---------------------

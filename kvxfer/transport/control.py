@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
+from kvxfer.addresses import bare, endpoint, shown_at
 from kvxfer.errors import RemoteProtocolError, TransportError
 from kvxfer.protocol import messages
 from kvxfer.transport.switchboard import Listener, Switchboard
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Sequence
 
     from kvxfer.layout.card import RankCard
+    from kvxfer.protocol.auth import Secret
     from kvxfer.protocol.ids import RankId
     from kvxfer.protocol.peers import Timing
     from kvxfer.transport.commands import EngineAddress
@@ -53,11 +55,12 @@ class ControlChannel(threading.Thread):
         timing: Timing,
         connect_timeout: float = 5.0,
         cpus: Collection[int] | None = None,
+        secret: Secret | None = None,
     ) -> None:
         super().__init__(name=f"kvxfer-control-{me.rank}", daemon=True)
         self.me = me
         self.host = host
-        self._switchboard = Switchboard(me, listener, self, timing, connect_timeout)
+        self._switchboard = Switchboard(me, listener, self, timing, connect_timeout, secret)
         self._todo: queue.SimpleQueue[Callable[[float], object] | None] = queue.SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wake_lock = threading.Lock()
@@ -75,13 +78,13 @@ class ControlChannel(threading.Thread):
         try:
             address = _numeric(host)
             self._router.setsockopt(zmq.IPV6, int(":" in address))
-            self._router.bind(f"tcp://{_bracket(address)}:{port or '*'}")
-            endpoint: bytes = self._router.getsockopt(zmq.LAST_ENDPOINT)  # type: ignore[assignment]
-            self.port = int(endpoint.decode().rsplit(":", 1)[1].rstrip("\0"))
+            self._router.bind(endpoint(address, port or "*"))
+            bound: bytes = self._router.getsockopt(zmq.LAST_ENDPOINT)  # type: ignore[assignment]
+            self.port = int(bound.decode().rsplit(":", 1)[1].rstrip("\0"))
         except (zmq.ZMQError, OSError) as error:
             self._context.destroy(linger=0)
             raise TransportError(
-                f"engine {me.engine!r} cannot listen for its peers at {host}:{port}: {error}. "
+                f"engine {me.engine!r} cannot listen for its peers at {shown_at(host, port)}: {error}. "
                 "Another process has this port, or the host has no such address: set control_port (and control_host) in "
                 "kv_connector_extra_config, or VLLM_NIXL_SIDE_CHANNEL_PORT and _HOST, to a free one"
             ) from error
@@ -95,6 +98,11 @@ class ControlChannel(threading.Thread):
     def sessions(self) -> Sessions:
         """The open sessions, for looking at."""
         return self._switchboard.sessions
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """What was refused since the start."""
+        return self._switchboard.counters
 
     def send(self, to: RankId, message: messages.Message) -> None:
         """Send to a peer with an open session; without one the message is dropped (its machines hear of the loss)."""
@@ -202,11 +210,11 @@ class ControlChannel(threading.Thread):
             dealer.set_hwm(_QUEUE)
             dealer.setsockopt(zmq.IPV6, int(":" in host))
             dealer.setsockopt(zmq.MAXMSGSIZE, messages.MAX_MESSAGE_BYTES)
-            dealer.connect(f"tcp://{_bracket(host)}:{port}")
+            dealer.connect(endpoint(host, port))
         except zmq.ZMQError as error:
             if dealer is not None:
                 dealer.close()
-            raise RemoteProtocolError(f"{host}:{port} cannot be connected: {error}") from error
+            raise RemoteProtocolError(f"{shown_at(host, port)} cannot be connected: {error}") from error
         self._dealers[dealer] = address
         self._poller.register(dealer, zmq.POLLIN)
         self.put((dealer, None), first)
@@ -241,9 +249,7 @@ def _parts(route: Hashable) -> tuple[Any, bytes | None]:
 
 
 def _numeric(host: str) -> str:
-    """Resolve a host name: sockets are bound to addresses."""
-    return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
-
-
-def _bracket(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
+    """Resolve a host name: sockets are bound to addresses. A wildcard without a family is IPv4's."""
+    if host in ("", "*"):
+        return "0.0.0.0"  # noqa: S104 - asked for
+    return str(socket.getaddrinfo(bare(host), None, type=socket.SOCK_STREAM)[0][4][0])

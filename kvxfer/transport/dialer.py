@@ -12,15 +12,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from kvxfer.protocol.ids import RankId
+from kvxfer.addresses import reachable, shown_at
+from kvxfer.protocol.ids import RankId, shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvxfer.protocol import messages
     from kvxfer.transport.commands import EngineAddress
-
-_WILDCARDS = ("", "0.0.0.0", "::", "*")  # noqa: S104 - compared with, not bound
 
 RETRY = 0.2
 """Seconds between asking an engine whose ranks have not all started."""
@@ -81,20 +80,22 @@ class Dialer:
         if address.engine and message.engine != address.engine:
             yield self._end(
                 call,
-                f"at {address.host}:{address.port} lives the engine {message.engine!r}, the request names "
+                f"at {shown_at(address.host, address.port)} lives the engine '{shown(message.engine)}', the request names "
                 f"{address.engine!r}: correct remote_engine_id, remote_host and remote_port in kv_transfer_params",
             )
             return
         if not (message.ready and message.ranks):
             call.ask_at = now + RETRY
             return
+        if len({rank.rank for rank in message.ranks}) != len(message.ranks):
+            yield self._end(call, f"{call.address} names one of its ranks twice: restart it")
+            return
         call.ranks = tuple(RankId(message.engine, rank.incarnation, rank.rank) for rank in message.ranks)
         for rank, where in zip(call.ranks, message.ranks, strict=True):
             if self._wires.is_open(rank):
                 call.open.add(rank)
             else:
-                host = address.host if where.host in _WILDCARDS else where.host
-                self._wires.greet(address, rank, host, where.port, now)
+                self._wires.greet(address, rank, reachable(where.host, address.host), where.port, now)
         yield from self._check(call)
 
     def opened(self, rank: RankId) -> Iterator[Outcome]:

@@ -10,18 +10,21 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 import zmq
 
+from kvxfer.addresses import endpoint, reachable, shown_at
 from kvxfer.errors import RemoteProtocolError, TransportError
 from kvxfer.layout.card import RankCard
 from kvxfer.protocol import messages
 from kvxfer.protocol.ids import RankId
+from kvxfer.transport.commands import EngineAddress
+from kvxfer.transport.links import Links
 from kvxfer.transport.records import HandoffRecord
+from kvxfer.transport.secret import load_secret
 
 if TYPE_CHECKING:
     from kvxfer.layout.blocks import CacheLayout
+    from kvxfer.protocol.auth import Secret
 
 _Answer = TypeVar("_Answer", bound=messages.Message)
-
-_WILDCARDS = ("", "0.0.0.0", "::", "*")  # noqa: S104 - compared with, not bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,53 +51,76 @@ class EngineReport:
         return [record for rank in self.ranks for record in rank.records]
 
 
-def fetch_records(host: str, port: int, *, last: int = 1024, timeout: float = 5.0) -> EngineReport:
+def fetch_records(
+    host: str, port: int, *, last: int = 1024, timeout: float = 5.0, secret: Secret | None = None
+) -> EngineReport:
     """Ask the engine whose control address is ``host``:``port`` for its last records, rank by rank.
 
+    ``secret`` is what the engines share; without it, what this process's environment says of one (``load_secret``).
     Raises TransportError when nothing answers within ``timeout`` seconds, or what answers is not an engine of ours.
     """
     deadline = time.monotonic() + timeout
-    with zmq.Context() as context:
-        directory = _ask(context, host, port, messages.WhoIs(), messages.Directory, deadline)
+    asker = _Asker(secret or load_secret(), deadline)
+    with asker.context:
+        directory = asker.ask(host, port, messages.WhoIs(), messages.Directory)
         while not directory.ready:
             time.sleep(0.1)
-            directory = _ask(context, host, port, messages.WhoIs(), messages.Directory, deadline)
+            directory = asker.ask(host, port, messages.WhoIs(), messages.Directory)
         reports = []
         for address in directory.ranks:
-            where = host if address.host in _WILDCARDS else address.host
-            report = _ask(context, where, address.port, messages.ReportAsk(last), messages.Report, deadline)
+            report = asker.ask(reachable(address.host, host), address.port, messages.ReportAsk(last), messages.Report)
             card = RankCard.from_builtins(report.card)
             records = msgspec.convert(report.records, list[HandoffRecord])
             reports.append(RankReport(report.rank, card.layout, card.backend, report.counters, records))
     return EngineReport(directory.engine, reports)
 
 
-def _ask(
-    context: zmq.Context[zmq.Socket[bytes]],
-    host: str,
-    port: int,
-    question: messages.Message,
-    answer: type[_Answer],
-    deadline: float,
-) -> _Answer:
-    me = RankId("query", secrets.token_hex(8), -1)
-    with context.socket(zmq.DEALER) as dealer:
-        dealer.linger = 0
-        dealer.setsockopt(zmq.IPV6, int(":" in host))
-        try:
-            dealer.connect(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
-        except zmq.ZMQError as error:
-            raise TransportError(f"{host}:{port} is not an address: {error}") from error
-        dealer.send(messages.pack(me, "", question))
-        left = deadline - time.monotonic()
+class _Asker:
+    """Asks one question on each connection."""
+
+    def __init__(self, secret: Secret | None, deadline: float) -> None:
+        self.context = zmq.Context()
+        self._me = RankId("query", secrets.token_hex(8), -1)
+        self._secret = secret
+        self._deadline = deadline
+
+    def ask(self, host: str, port: int, question: messages.Message, answer: type[_Answer]) -> _Answer:
+        where = shown_at(host, port)
+        with self.context.socket(zmq.DEALER) as dealer:
+            dealer.linger = 0
+            dealer.setsockopt(zmq.IPV6, int(":" in host))
+            dealer.setsockopt(zmq.MAXMSGSIZE, messages.MAX_MESSAGE_BYTES)
+            try:
+                dealer.connect(endpoint(host, port))
+            except zmq.ZMQError as error:
+                raise TransportError(f"{where} is not an address: {error}") from error
+            try:
+                message = self._exchange(dealer, question, where)
+            except RemoteProtocolError as error:
+                raise TransportError(f"{where}: {error}") from error
+        if not isinstance(message, answer):
+            raise TransportError(f"{where} answered with {type(message).__name__}, not {answer.__name__}")
+        return message
+
+    def _exchange(self, dealer: zmq.Socket[bytes], question: messages.Message, where: str) -> messages.AnyMessage:
+        if self._secret is None:
+            dealer.send(messages.pack(self._me, "", question))
+            return messages.unpack(self._receive(dealer, where))[1]
+        links = Links(self._me, self._secret, lambda _route, packed: dealer.send(packed))
+        anybody = EngineAddress("", 0, "")
+        dealer.send(links.knock(anybody, None, lambda _now: question))
+        while True:
+            envelope = messages.open_envelope(self._receive(dealer, where))
+            if isinstance(envelope, messages.Refusal):
+                raise RemoteProtocolError(envelope.reason)
+            message = links.admit(envelope, dealer, time.monotonic(), dialed=True)
+            if message is not None:
+                return message
+
+    def _receive(self, dealer: zmq.Socket[bytes], where: str) -> bytes:
+        left = self._deadline - time.monotonic()
         if left <= 0 or not dealer.poll(int(left * 1000)):
             raise TransportError(
-                f"nothing at {host}:{port} answered in time: is that an engine's control_host and control_port?"
+                f"nothing at {where} answered in time: is that an engine's control_host and control_port?"
             )
-        try:
-            _, message = messages.unpack(dealer.recv())
-        except RemoteProtocolError as error:
-            raise TransportError(f"{host}:{port}: {error}") from error
-    if not isinstance(message, answer):
-        raise TransportError(f"{host}:{port} answered with {type(message).__name__}, not {answer.__name__}")
-    return message
+        return dealer.recv()

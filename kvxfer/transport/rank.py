@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvxfer.errors import KvxferError
-from kvxfer.protocol.messages import AnyMessage, Report
+from kvxfer.protocol.messages import MAX_RECORDS, AnyMessage, Report
 from kvxfer.transport import commands as cmd
 from kvxfer.transport.control import ControlChannel
 from kvxfer.transport.mover import Mover, MoverSettings
@@ -17,14 +17,11 @@ if TYPE_CHECKING:
 
     from kvxfer.layout.blocks import CacheLayout
     from kvxfer.layout.card import RankCard
+    from kvxfer.protocol.auth import Secret
     from kvxfer.protocol.ids import RankId
     from kvxfer.protocol.peers import Timing
     from kvxfer.transport.agent import Agent
     from kvxfer.transport.dialer import Outcome
-
-
-MAX_RECORDS = 4096
-"""Records in one report: some 0.5 KB each, well below the largest message."""
 
 
 class RankThreads:
@@ -46,9 +43,10 @@ class RankThreads:
         connect_timeout: float = 5.0,
         mover_timeout: float = 30.0,
         cpus: Collection[int] | None = None,
+        secret: Secret | None = None,
     ) -> None:
         self.me = me
-        self.control = ControlChannel(me, host, port, self, timing, connect_timeout, cpus)
+        self.control = ControlChannel(me, host, port, self, timing, connect_timeout, cpus, secret)
         self.mover = Mover(
             me, layout, make_agent, settings, self.control.send, self.control.connect, cpus, renewed=self._renew
         )
@@ -117,4 +115,4 @@ class RankThreads:
         """Answer with the handoff records."""
         assert self._card is not None, "nothing listens before the card is there"
         records = [msgspec.to_builtins(record) for record in self.mover.records.last(min(last, MAX_RECORDS))]
-        return Report(self.me.rank, self._card.to_builtins(), dict(self.mover.counters), records)
+        return Report(self.me.rank, self._card.to_builtins(), self.mover.counters | self.control.counters, records)

@@ -12,11 +12,15 @@ from typing import TYPE_CHECKING, Any
 from kvxfer.errors import RemoteProtocolError
 from kvxfer.layout.card import RankCard, refusals
 from kvxfer.protocol import messages, peers
+from kvxfer.protocol.ids import shown
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator
 
     from kvxfer.protocol.ids import RankId
+
+MAX_SESSIONS = 1024
+"""Peers of one process. Without a secret anybody may greet; a table without end would be theirs to fill."""
 
 
 @dataclass(slots=True)
@@ -138,12 +142,16 @@ class Sessions:
         return {} if self.card is None else self.card.to_builtins()
 
     def _fits(self, rank: RankId, message: messages.Hello | messages.Welcome) -> RankCard | None:
+        if rank not in self._by_rank and len(self._by_rank) >= MAX_SESSIONS:
+            raise RemoteProtocolError(f"{self.me} has sessions with {MAX_SESSIONS:,} peers and takes no more")
         clash = self.timing.clash(message.interval, message.timeout)
         if clash:
             raise RemoteProtocolError(f"{self.me.engine} and {rank.engine} would think each other dead: {clash}")
         if not message.card:
             return None
         theirs = RankCard.from_builtins(message.card)
+        if theirs.engine != rank.engine:
+            raise RemoteProtocolError(f"{rank} shows the card of {shown(theirs.engine)}")
         reasons = [] if self.card is None else refusals(self.card, theirs)
         if reasons:
             raise RemoteProtocolError("; ".join(reasons))

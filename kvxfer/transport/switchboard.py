@@ -4,7 +4,8 @@ Everything but the sockets and the thread, which ``control`` adds: here a *route
 on, so a simulation can carry the messages instead. One owner calls it; times are passed in.
 
 Wire safety is that of ``protocol.messages``: everything is decoded by schema, an envelope for another incarnation is answered
-with Stale and dropped, and nothing that a peer sends raises more than RemoteProtocolError.
+with Stale and dropped, and nothing that a peer sends raises more than RemoteProtocolError. With a shared secret, nothing is
+acted upon that ``links`` has not admitted. What is refused is said once and counted (``refusals``).
 """
 
 from __future__ import annotations
@@ -14,15 +15,19 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from kvxfer.errors import RemoteProtocolError
 from kvxfer.protocol import messages
-from kvxfer.protocol.ids import RankId
-from kvxfer.protocol.messages import pack, unpack
+from kvxfer.protocol.ids import RankId, shown
+from kvxfer.protocol.messages import Refusal, WireVersionError, open_envelope, pack, pack_refusal, read_body
 from kvxfer.transport.dialer import Dialer
+from kvxfer.transport.links import CURE, Links, NotAdmittedError
+from kvxfer.transport.refusals import Refusals
 from kvxfer.transport.sessions import Lost, Session, Sessions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Sequence
 
     from kvxfer.layout.card import RankCard
+    from kvxfer.protocol.auth import Secret
+    from kvxfer.protocol.messages import Envelope
     from kvxfer.protocol.peers import Timing
     from kvxfer.transport.commands import EngineAddress
     from kvxfer.transport.dialer import Outcome
@@ -83,13 +88,24 @@ class Wires(Protocol):
 class Switchboard:
     """One process's control messages. ``me`` is a worker rank, or a scheduler process (rank -1)."""
 
-    def __init__(self, me: RankId, listener: Listener, wires: Wires, timing: Timing, connect_timeout: float) -> None:
+    def __init__(
+        self,
+        me: RankId,
+        listener: Listener,
+        wires: Wires,
+        timing: Timing,
+        connect_timeout: float,
+        secret: Secret | None = None,
+    ) -> None:
         self.me = me
         self.sessions = Sessions(me, timing)
         self.directory = messages.Directory(me.engine, 1, 1, ready=False, ranks=())
         self._listener = listener
         self._wires = wires
         self._dialer = Dialer(self, connect_timeout)
+        self._links = None if secret is None else Links(me, secret, wires.put)
+        self._refusals = Refusals(logger)
+        self._now = 0.0
 
     # --- what the owner asks for ------------------------------------------------------------------------------------
 
@@ -114,6 +130,7 @@ class Switchboard:
 
     def tick(self, now: float) -> None:
         """Send the heartbeats that are due, end what was silent for too long, and let the listener do what is due."""
+        self._now = now
         if self._listener.beating(now):
             for session, beat in self.sessions.beats_due(now):
                 self._say(session.route, session.rank.incarnation, beat)
@@ -126,22 +143,73 @@ class Switchboard:
         """Whether a call is under way."""
         return len(self._dialer) > 0
 
+    @property
+    def counters(self) -> dict[str, int]:
+        """What was refused, and what was dropped as said before, since the start."""
+        return {"control_refused": self._refusals.count, "control_repeated": self._links.repeated if self._links else 0}
+
     def guarded(self, act: Callable[..., object], *args: Any) -> None:
         """Run ``act``: neither a peer's nonsense nor a defect in one handoff may end what serves all the others."""
         try:
             act(*args)
         except RemoteProtocolError as error:
-            logger.warning("refused what a peer sent: %s", error)
+            self._refusals.note("", type(error).__name__, error, self._now)
         except Exception:
             logger.exception("defect in the control channel")
 
     # --- what arrives -----------------------------------------------------------------------------------------------
 
     def receive(self, packed: bytes, route: Hashable, now: float) -> None:
-        """Handle one envelope. Raises RemoteProtocolError for what a peer should not have sent."""
-        envelope, message = unpack(packed)
-        sender = envelope.sender
-        if envelope.to and envelope.to != self.me.incarnation:
+        """Handle one envelope. What a peer should not have sent is refused, and changes nothing."""
+        self._now = now
+        sender = None
+        try:
+            envelope = open_envelope(packed)
+            if isinstance(envelope, Refusal):
+                self._refused(envelope.reason, route)
+                return
+            sender = envelope.sender
+            message = self._admit(envelope, route, now)
+            if message is not None:
+                self._hear(sender, envelope.to, message, route, now)
+        except WireVersionError as error:
+            self._turn_away(error.sender, WireVersionError(error.theirs, error.sender, str(self.me)), route)
+        except NotAdmittedError as error:
+            if error.tell:
+                self._turn_away(sender, error, route)
+            else:
+                self._refusals.note(str(sender), "proof", error, now)
+        except RemoteProtocolError as error:
+            self._refusals.note(str(sender), "message", error, now)
+
+    def _admit(self, envelope: Envelope, route: Hashable, now: float) -> messages.AnyMessage | None:
+        """Return the message if it may be acted upon."""
+        if self._links is not None:
+            return self._links.admit(envelope, route, now, dialed=self._wires.dialed(route) is not None)
+        if envelope.proof is not None:
+            raise NotAdmittedError(f"{envelope.sender} has a shared secret, {self.me} has none: {CURE}", tell=True)
+        return read_body(envelope)
+
+    def _turn_away(self, sender: RankId | None, error: RemoteProtocolError, route: Hashable) -> None:
+        """Refuse a process that cannot be talked to, and let both sides know why."""
+        self._refusals.note(str(sender), type(error).__name__, error, self._now)
+        if self._wires.dialed(route) is None or isinstance(error, NotAdmittedError):
+            self._wires.put(route, pack_refusal(str(error)))
+        self._end_call(route, str(error))
+
+    def _refused(self, reason: str, route: Hashable) -> None:
+        """Hear that this process cannot be talked to. Proves nothing, so it ends a call and no session."""
+        self._refusals.note(str(self._wires.dialed(route)), "refused by", reason, self._now)
+        self._end_call(route, reason)
+
+    def _end_call(self, route: Hashable, reason: str) -> None:
+        address = self._wires.dialed(route)
+        if address is not None and all(session.route != route for session in self.sessions):
+            self._hang_up(route)
+            self._report(self._dialer.refused(address, reason))
+
+    def _hear(self, sender: RankId, to: str, message: messages.AnyMessage, route: Hashable, now: float) -> None:
+        if to and to != self.me.incarnation:
             if not isinstance(message, messages.Stale):
                 self._say(route, sender.incarnation, messages.Stale())
             return
@@ -157,6 +225,8 @@ class Switchboard:
             case messages.Stale():
                 self._lose(self.sessions.forgotten(sender))
                 self._lose(self.sessions.replaced(sender))
+            case messages.Knock() | messages.Challenge() | messages.Report():
+                raise RemoteProtocolError(f"{sender} sent {type(message).__name__} without having been asked")
             case _:
                 self._from_session(sender, message, route, now)
 
@@ -183,7 +253,7 @@ class Switchboard:
         answer = self.sessions.accept(sender, message, route, now)
         self._say(route, sender.incarnation, answer)
         if isinstance(answer, messages.Refused):
-            logger.warning("refused %s: %s", sender, answer.reason)
+            self._refusals.note(str(sender), "hello", f"{sender}: {answer.reason}", now)
             return
         session = self.sessions.get(sender)
         assert session is not None
@@ -202,12 +272,14 @@ class Switchboard:
             raise RemoteProtocolError(f"{sender} sent {type(message).__name__} without having been asked")
         match message:
             case messages.Directory():
-                self._wires.hang_up(route)
+                self._hang_up(route)
+                if message.engine != sender.engine:
+                    raise RemoteProtocolError(f"{sender} sent the directory of {shown(message.engine)}")
                 for rank in message.ranks:
                     self._lose(self.sessions.replaced(RankId(message.engine, rank.incarnation, rank.rank)))
                 self._report(self._dialer.directory(address, message, now))
             case messages.Refused(reason):
-                self._wires.hang_up(route)
+                self._hang_up(route)
                 self._report(self._dialer.refused(address, reason))
             case messages.Welcome():
                 self._welcome(sender, message, address, route, now)
@@ -218,7 +290,7 @@ class Switchboard:
         try:
             session = self.sessions.welcomed(sender, message, route, now)
         except RemoteProtocolError as error:
-            self._wires.hang_up(route)
+            self._hang_up(route)
             self._report(self._dialer.refused(address, str(error)))
             return
         # At once, so that the peer holds a lease before the first registration reaches it.
@@ -232,7 +304,7 @@ class Switchboard:
             session: Session = one.session
             logger.warning("lost %s: %s", session.rank, one.reason)
             if self._wires.dialed(session.route) is not None:
-                self._wires.hang_up(session.route)
+                self._hang_up(session.route)
             self.guarded(self._on_lost, session.rank, one.reason, session.liveness.granted_until, one.dead)
 
     def _on_lost(self, rank: RankId, reason: str, granted_until: float, dead: bool) -> None:
@@ -240,26 +312,52 @@ class Switchboard:
 
     def _report(self, outcomes: Iterable[Outcome]) -> None:
         for outcome in outcomes:
+            if self._links is not None:
+                self._links.call_ended(outcome.address)
             used = {session.route for session in self.sessions}
             for route in self._wires.dialed_for(outcome.address):
                 if route not in used:
-                    self._wires.hang_up(route)
+                    self._hang_up(route)
             if outcome.reason is not None:
                 logger.warning("cannot exchange KV with %s: %s", outcome.address, outcome.reason)
             self._listener.on_outcome(outcome)
 
     def _say(self, route: Hashable, incarnation: str, message: messages.Message) -> None:
-        self._wires.put(route, pack(self.me, incarnation, message))
+        packed = pack(self.me, incarnation, message) if self._links is None else self._links.pack(route, message)
+        if packed is None:
+            logger.debug("no link by this route: dropped %s", type(message).__name__)
+            return
+        self._wires.put(route, packed)
+
+    def _hang_up(self, route: Hashable) -> None:
+        if self._links is not None:
+            self._links.hung_up(route)
+        self._wires.hang_up(route)
 
     # --- for the dialer ---------------------------------------------------------------------------------------------
 
     def ask(self, address: EngineAddress) -> None:
         """Ask an engine's control address who is there."""
-        self._wires.dial(address, address.host, address.port, pack(self.me, "", messages.WhoIs()))
+        self._dial(address, address.host, address.port, None, lambda _now: messages.WhoIs(), self._now)
 
     def greet(self, address: EngineAddress, rank: RankId, host: str, port: int, now: float) -> None:
         """Greet a rank."""
-        self._wires.dial(address, host, port, pack(self.me, rank.incarnation, self.sessions.hello(now)))
+        self._dial(address, host, port, rank, self.sessions.hello, now)
+
+    def _dial(
+        self,
+        address: EngineAddress,
+        host: str,
+        port: int,
+        to: RankId | None,
+        first: Callable[[float], messages.Message],
+        now: float,
+    ) -> None:
+        if self._links is not None:
+            packed = self._links.knock(address, to, first)
+        else:
+            packed = pack(self.me, "" if to is None else to.incarnation, first(now))
+        self._wires.dial(address, host, port, packed)
 
     def is_open(self, rank: RankId) -> bool:
         """Tell whether a session with this rank is open."""

@@ -14,23 +14,25 @@ ROOT = Path(__file__).parents[2]
 MODULES = sorted([*ROOT.glob("kvxfer/**/*.py"), *ROOT.glob("platforms/**/*.py")])
 
 ERRORS = "kvxfer.errors"
+ADDRESSES = "kvxfer.addresses"
 # What each part may import of kvxfer, beside itself. A prefix stands for all that is below it.
 MAY_IMPORT = {
     "kvxfer/protocol/": {ERRORS},
     "kvxfer/layout/": {ERRORS},
     "kvxfer/rails/": {ERRORS},
     "kvxfer/platform.py": {ERRORS, "kvxfer.layout"},
-    "kvxfer/transport/": {ERRORS, "kvxfer.protocol", "kvxfer.layout", "kvxfer.platform"},
-    "kvxfer/config.py": {ERRORS, "kvxfer.protocol"},
+    "kvxfer/transport/": {ERRORS, ADDRESSES, "kvxfer.protocol", "kvxfer.layout", "kvxfer.platform"},
+    "kvxfer/config.py": {ERRORS, ADDRESSES, "kvxfer.protocol"},
     "kvxfer/connector/": {
         ERRORS,
+        ADDRESSES,
         "kvxfer.config",
         "kvxfer.platform",
         "kvxfer.protocol",
         "kvxfer.layout",
         "kvxfer.transport",
     },
-    "kvxfer/router/": {ERRORS},
+    "kvxfer/router/": {ERRORS, ADDRESSES},
     # The simulation plays engines: it drives what a connector drives.
     "kvxfer/chaos/": {ERRORS, "kvxfer.protocol", "kvxfer.layout", "kvxfer.transport", "kvxfer.connector.announce"},
     # The bench measures the transport, and looks at engines from outside as an operator does.
@@ -38,6 +40,7 @@ MAY_IMPORT = {
     # A demonstration of wrong KV overrides what a connector registers.
     "kvxfer/bench/misplace.py": {"kvxfer.bench", "kvxfer.connector"},
     "kvxfer/errors.py": set(),
+    "kvxfer/addresses.py": set(),
     "kvxfer/__init__.py": set(),
     "platforms/": {ERRORS, "kvxfer.platform", "kvxfer.layout"},
 }

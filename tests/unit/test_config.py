@@ -26,6 +26,7 @@ def test_every_setting_reaches_its_place() -> None:
         "control_host": "::1",
         "control_port": 7000,
         "advertise_host": "host",
+        "secret_file": "/run/secrets/kvxfer",
         "model_id": "m",
         "stream": False,
         "leg_timeout": 11,

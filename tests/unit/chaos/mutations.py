@@ -264,12 +264,11 @@ def attempts_are_not_told_apart(patch):
 def envelopes_for_the_dead_are_opened(patch):
     """A process acts on what was meant for an earlier life at its address."""
 
-    def unpack(packed):
-        envelope, message = original(packed)
-        return msgspec.structs.replace(envelope, to=""), message
+    def open_envelope(packed):
+        return msgspec.structs.replace(original(packed), to="")
 
-    original = switchboard.unpack
-    patch.setattr(switchboard, "unpack", unpack)
+    original = switchboard.open_envelope
+    patch.setattr(switchboard, "open_envelope", open_envelope)
 
 
 @mutation

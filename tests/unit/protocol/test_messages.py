@@ -23,8 +23,10 @@ _LEAF = (
 _JSON = st.recursive(
     _LEAF, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3), max_leaves=8
 )
+# What stands for a reason is made printable when it is read; see test_reasons_are_fit_for_a_log.
+_PRINTABLE = st.text(st.characters(codec="utf-8", exclude_categories=("C", "Z")))
 _SIMPLE = {
-    str: st.text(),
+    str: _PRINTABLE,
     int: st.integers(-(2**63), 2**63 - 1),
     float: st.floats(allow_nan=False),
     bytes: st.binary(),
@@ -38,6 +40,10 @@ def values_of(kind) -> st.SearchStrategy:
     if kind in _SIMPLE:
         return _SIMPLE[kind]
     origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Annotated:
+        return within(args[0], args[1])
+    if kind == m.Proof | None:
+        return st.none() | values_of(m.Proof)
     if origin is typing.Literal:
         return st.sampled_from(args)
     if origin is tuple and args[1:] == (...,):
@@ -49,6 +55,21 @@ def values_of(kind) -> st.SearchStrategy:
     return st.builds(kind, **{field.name: values_of(field.type) for field in msgspec.structs.fields(kind)})
 
 
+def within(kind, meta: msgspec.Meta) -> st.SearchStrategy:
+    """Make values within the limits that a field declares."""
+    longest = meta.max_length if meta.max_length is not None else 8
+    if kind is int:
+        low, high = meta.ge if meta.ge is not None else meta.gt + 1, meta.le if meta.le is not None else meta.lt - 1
+        return st.integers(low, high)
+    if kind is float:
+        return st.floats(meta.ge, meta.le)
+    if kind is str:
+        return st.text(max_size=min(longest, 20))
+    if kind is bytes:
+        return st.binary(max_size=min(longest, 40)).map(lambda raw: raw[: len(raw) // 4 * 4])
+    return values_of(kind)  # three elements, see below
+
+
 MESSAGES = st.one_of([values_of(kind) for kind in TYPES])
 PACKED = st.builds(m.pack, st.just(ME), st.text(max_size=8), MESSAGES)
 
@@ -56,7 +77,7 @@ PACKED = st.builds(m.pack, st.just(ME), st.text(max_size=8), MESSAGES)
 @pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.__name__)
 def test_every_message_survives_the_wire(kind) -> None:
     @settings(max_examples=25)
-    @given(values_of(kind), values_of(RankId), st.text())
+    @given(values_of(kind), values_of(RankId), st.text(max_size=m.MAX_REASON // 8))
     def survives(message, sender, to) -> None:
         envelope, got = m.unpack(m.pack(sender, to, message))
         assert (type(got), got) == (kind, message)
@@ -118,7 +139,7 @@ def test_hostile_cards_are_refused(card) -> None:
 def test_another_wire_version_is_told_in_words_even_if_its_envelope_changed(version, rest, ours) -> None:
     body = [version, ME, "", msgspec.Raw(msgspec.msgpack.encode(m.WhoIs()))] if ours else [version, *rest]
     with pytest.raises(
-        RemoteProtocolError, match=f"peer speaks wire version {version}, this process {m.WIRE_VERSION}: install"
+        RemoteProtocolError, match=f" speaks wire version {version}, this process speaks {m.WIRE_VERSION}: install"
     ):
         m.unpack(msgspec.msgpack.encode(body))
 
@@ -151,8 +172,11 @@ def test_what_is_no_notification_is_refused(raw) -> None:
 
 
 def test_the_longest_id_fits_into_a_notification_and_a_longer_notification_is_refused() -> None:
-    top = 2**63 - 1
-    longest = m.Written(HandoffId("\U0010ffff" * MAX_ID_LENGTH, top, top), top, top, top, top, top)
+    top = 2**53 - 1
+    index, position = 2**31 - 1, 2**31 - 1
+    longest = m.Written(
+        HandoffId("\U0010ffff" * MAX_ID_LENGTH, index, index), top, top, m.MAX_RANKS - 1, position, position
+    )
     assert m.unpack_written(m.pack_written(longest)) == longest
     with pytest.raises(RemoteProtocolError, match="4,097 bytes is above the limit of 4,096"):
         m.unpack_written(bytes(4097))

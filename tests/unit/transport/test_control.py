@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import socket
 import threading
 import time
 
@@ -10,19 +11,23 @@ import msgspec
 import pytest
 import zmq
 
-from kvxfer.errors import TransportError
+from kvxfer import addresses
+from kvxfer.errors import RemoteProtocolError, TransportError
 from kvxfer.layout.blocks import CacheLayout, Region
 from kvxfer.layout.card import RankCard
 from kvxfer.protocol import messages
+from kvxfer.protocol.auth import Secret
 from kvxfer.protocol.ids import HandoffId, RankId
 from kvxfer.protocol.messages import Directory, RankAddress, pack, unpack
 from kvxfer.protocol.peers import Timing
 from kvxfer.transport.commands import EngineAddress
 from kvxfer.transport.control import ControlChannel
+from kvxfer.transport.query import fetch_records
 from tests.support.ranks import wait_until
 
 TIMING = Timing(interval=0.05, timeout=0.6, lease=0.4, margin=0.05)
 LAYOUT = CacheLayout(4, 8, "float32", 1, 1, 4, "test", "DRAM", (Region("r", 0, 64, 64, 0),), ((0, 512, 0),))
+SECRET = Secret(b"what the engines share")
 RELEASE = messages.Release(HandoffId("h"), "x")
 
 _lives = itertools.count(1)
@@ -32,14 +37,24 @@ class Engine:
     """A channel that listens as an engine's control address and as its only rank; it remembers all that it hears."""
 
     def __init__(
-        self, engine: str, port: int = 0, *, card: bool = True, rank: int = 0, timing: Timing = TIMING, **changes
+        self,
+        engine: str,
+        port: int = 0,
+        *,
+        card: bool = True,
+        rank: int = 0,
+        timing: Timing = TIMING,
+        host: str = "127.0.0.1",
+        secret: Secret | None = None,
+        connect_timeout: float = 0.6,
+        **changes,
     ) -> None:
         self.me = RankId(engine, f"i{next(_lives)}", rank)
         self.heard: list[tuple] = []
         self.leases: list[float] = []
         self.rounds = 0
         self.turning = True
-        self.control = ControlChannel(self.me, "127.0.0.1", port, self, timing, connect_timeout=0.6)
+        self.control = ControlChannel(self.me, host, port, self, timing, connect_timeout, secret=secret)
         if card:
             mine = RankCard(engine, "m", 0, 1, 0, 1, "twin", LAYOUT, b"a")
             self.control.present(msgspec.structs.replace(mine, **changes))
@@ -48,7 +63,7 @@ class Engine:
         self.control.start()
 
     def address(self, engine: str | None = None) -> EngineAddress:
-        return EngineAddress("127.0.0.1", self.control.port, self.me.engine if engine is None else engine)
+        return EngineAddress(self.control.host, self.control.port, self.me.engine if engine is None else engine)
 
     def on_message(self, frm, message) -> None:
         self.heard.append(("message", frm, message))
@@ -101,10 +116,15 @@ def engines():
         one.control.stop()
 
 
+@pytest.fixture(params=[None, SECRET], ids=["no secret", "secret"])
+def secret(request):
+    return request.param
+
+
 @pytest.fixture
-def pair(engines):
+def pair(engines, secret):
     """Two engines of which d has called p."""
-    p, d = engines("p"), engines("d")
+    p, d = engines("p", secret=secret), engines("d", secret=secret)
     d.control.connect(p.address())
     d.wait("outcome")
     return p, d
@@ -178,8 +198,8 @@ def test_a_second_call_finds_the_session_open(pair) -> None:
     assert len(p.of("up")) == 1
 
 
-def test_two_that_call_each_other_both_get_through(engines) -> None:
-    p, d = engines("p"), engines("d")
+def test_two_that_call_each_other_both_get_through(engines, secret) -> None:
+    p, d = engines("p", secret=secret), engines("d", secret=secret)
     d.control.connect(p.address())
     p.control.connect(d.address())
     assert d.wait("outcome")[0][1] is None
@@ -212,14 +232,14 @@ def test_an_idle_channel_sleeps(engines) -> None:
 # --- two that do not --------------------------------------------------------------------------------------------------
 
 
-def test_engines_that_do_not_fit_refuse_each_other_and_say_why(engines) -> None:
-    p, d = engines("p"), engines("d", model="other")
+def test_engines_that_do_not_fit_refuse_each_other_and_say_why(engines, secret) -> None:
+    p, d = engines("p", secret=secret), engines("d", model="other", secret=secret)
     d.control.connect(p.address())
     ((ranks, reason),) = d.wait("outcome")
     assert ranks == ()
     assert "model differs: p has m, d has other" in reason
     assert p.of("up") == d.of("up") == []
-    good = engines("d2")
+    good = engines("d2", secret=secret)
     good.control.connect(p.address())
     assert good.wait("outcome")[0][1] is None, "a refusal harmed the channel"
 
@@ -283,12 +303,12 @@ def test_a_silent_peer_is_lost_within_the_timeout_and_told_once(pair) -> None:
     assert len(d.of("lost")) == 1
 
 
-def test_a_peer_that_starts_anew_at_the_same_port_is_recognised_and_reconnects(engines, pair) -> None:
+def test_a_peer_that_starts_anew_at_the_same_port_is_recognised_and_reconnects(engines, pair, secret) -> None:
     p, d = pair
     d.control.send(p.me, RELEASE)
     p.wait("message")
     p.control.stop()
-    again = engines("p", p.control.port)
+    again = engines("p", p.control.port, secret=secret)
     d.wait("lost")
     d.control.connect(again.address())
     assert d.wait("outcome", 2)[1] == ((again.me,), None)
@@ -301,20 +321,20 @@ def test_a_peer_that_starts_anew_at_the_same_port_is_recognised_and_reconnects(e
     assert again_lost == [p.me]
 
 
-def test_a_replaced_peer_is_lost_at_once_when_its_directory_shows_it(engines, pair) -> None:
+def test_a_replaced_peer_is_lost_at_once_when_its_directory_shows_it(engines, pair, secret) -> None:
     """Before the timeout: whoever calls the address learns that the old process is gone."""
     p, d = pair
     p.control.stop()
-    again = engines("p", p.control.port)
+    again = engines("p", p.control.port, secret=secret)
     d.control.connect(again.address())
     d.wait("outcome", 2)
     assert d.of("lost") == [(p.me, "another process has taken its place")]
 
 
-def test_a_decode_that_starts_anew_replaces_its_old_session_at_prefill(engines, pair) -> None:
+def test_a_decode_that_starts_anew_replaces_its_old_session_at_prefill(engines, pair, secret) -> None:
     p, d = pair
     d.control.stop()
-    again = engines("d", d.control.port)
+    again = engines("d", d.control.port, secret=secret)
     again.control.connect(p.address())
     again.wait("outcome")
     assert p.wait("lost")[0] == (d.me, "another process has taken its place")
@@ -350,6 +370,7 @@ def test_who_is_there_is_told_to_anybody(engines, stranger) -> None:
     assert x.hears()[1].counters == {"last": 7}
 
 
+@pytest.mark.parametrize("secret", [None], ids=["no secret"])
 def test_a_stale_incarnation_is_told_so_and_not_heard(pair, stranger) -> None:
     p, _ = pair
     x = stranger(p)
@@ -359,7 +380,7 @@ def test_a_stale_incarnation_is_told_so_and_not_heard(pair, stranger) -> None:
     assert x.hears_nothing(), "two stale processes would answer each other for ever"
 
 
-@pytest.mark.parametrize("message", [RELEASE, messages.Heartbeat(1.0, 1.0, 1e9)])
+@pytest.mark.parametrize("message", [RELEASE, messages.Heartbeat(1.0, 1.0, 1e6)])
 def test_without_a_session_nothing_is_heard(engines, stranger, message) -> None:
     p = engines("p")
     x = stranger(p)
@@ -373,10 +394,11 @@ def test_without_a_session_nothing_is_heard(engines, stranger, message) -> None:
     "answer",
     [
         Directory("p", 1, 1, ready=True, ranks=()),
-        messages.Welcome({}, 1.0, 1.0, 1e9),
+        messages.Welcome({}, 1.0, 1.0, 1e6),
         messages.Refused("because"),
     ],
 )
+@pytest.mark.parametrize("secret", [None], ids=["no secret"])
 def test_an_answer_that_nobody_asked_for_opens_nothing(pair, stranger, answer) -> None:
     p, d = pair
     x = stranger(p)
@@ -386,7 +408,7 @@ def test_an_answer_that_nobody_asked_for_opens_nothing(pair, stranger, answer) -
     assert [rank for rank, _ in p.of("up")] == [d.me]
 
 
-def test_garbage_does_not_disturb_those_who_talk(pair, stranger) -> None:
+def test_garbage_does_not_disturb_those_who_talk(pair, stranger, secret) -> None:
     p, d = pair
     x = stranger(p)
     envelope = pack(x.me, "", messages.WhoIs())
@@ -401,22 +423,175 @@ def test_garbage_does_not_disturb_those_who_talk(pair, stranger) -> None:
     ):
         x.socket.send_multipart(frames)
     x.socket.send(msgspec.msgpack.encode([messages.WIRE_VERSION + 1, x.me, "", "new"]))
+    with pytest.raises(RemoteProtocolError, match="speaks wire version"):
+        x.hears()
     x.say(messages.WhoIs())
-    assert isinstance(x.hears()[1], Directory)
+    if secret is None:
+        assert isinstance(x.hears()[1], Directory)
+    else:
+        with pytest.raises(RemoteProtocolError, match="x rank 0 has no shared secret, p rank 0 asks for one"):
+            x.hears()
     d.control.send(p.me, RELEASE)
     p.wait("message")
     assert p.control.is_alive()
     assert p.of("lost") == []
 
 
-def test_another_wire_version_is_said_in_the_log(engines, stranger, caplog) -> None:
+@pytest.mark.parametrize("secret", [None, SECRET], ids=["no secret", "secret"])
+@pytest.mark.parametrize(
+    "envelope", [[], ["", {}], ["", msgspec.Raw(b"\xc0"), ["link", -1]]], ids=["new", "old", "ours"]
+)
+def test_another_wire_version_is_refused_at_both_ends(engines, stranger, caplog, secret, envelope) -> None:
+    """Whatever the other version's envelope looks like after the version and, if it can be read, the sender."""
+    p = engines("p", secret=secret)
+    x = stranger(p)
+    theirs, ours = messages.WIRE_VERSION + 1, messages.WIRE_VERSION
+    x.socket.send(msgspec.msgpack.encode([theirs, x.me, *envelope]))
+    said = f"x rank 0 speaks wire version {theirs}, p rank 0 speaks {ours}: install kvxfer releases with the same"
+    assert x.socket.poll(5000)
+    version, what, reason = msgspec.msgpack.decode(x.socket.recv())
+    assert (version, what) == (ours, "refused")
+    assert said in reason
+    assert said in caplog.text
+    x.socket.send(msgspec.msgpack.encode([theirs, x.me, *envelope]))
+    x.socket.send(msgspec.msgpack.encode([theirs, "who"]))
+    wait_until(lambda: p.control.counters["control_refused"] == 3, what="the count")
+    assert caplog.text.count("x rank 0 speaks") == 1, "said once for each peer"
+    assert "the peer speaks wire version" in caplog.text
+
+
+@pytest.mark.parametrize("secret", [None, SECRET], ids=["no secret", "secret"])
+def test_the_refusal_of_another_wire_version_fails_a_call_at_once(engines, secret) -> None:
+    """A listener of a future version answers in the shape that never changes."""
+    with zmq.Context.instance().socket(zmq.ROUTER) as future:
+        future.linger = 0
+        port = future.bind_to_random_port("tcp://127.0.0.1")
+        d = engines("d", secret=secret, connect_timeout=30.0)
+        d.control.connect(EngineAddress("127.0.0.1", port, "p"))
+        assert future.poll(5000)
+        name, asked = future.recv_multipart()
+        assert msgspec.msgpack.decode(asked)[0] == messages.WIRE_VERSION
+        future.send_multipart([name, msgspec.msgpack.encode([99, "refused", "d speaks\n2, p speaks 99"])])
+        assert d.wait("outcome") == [((), "d speaks\\n2, p speaks 99")]
+
+
+def test_what_is_told_to_everybody_is_told_in_printable_words(engines, stranger, caplog) -> None:
     p = engines("p")
     x = stranger(p)
-    x.socket.send(msgspec.msgpack.encode([messages.WIRE_VERSION + 1, x.me, "", {}]))
-    wait_until(lambda: "wire version" in caplog.text, what="the log line")
-    assert (
-        f"the peer speaks wire version {messages.WIRE_VERSION + 1}, this process {messages.WIRE_VERSION}" in caplog.text
+    liar = RankId("x\nWARNING kvxfer: all is well\x1b[2J", "life", 0)
+    x.say(messages.Hello({"not": "a card"}, 1.0), frm=liar)
+    assert isinstance(x.hears()[1], messages.Refused)
+    x.say(messages.Failed(HandoffId("h\n"), 1, "a\rb" * 10_000), frm=liar, to=p.me.incarnation)
+    x.hears()
+    assert "x\\nWARNING kvxfer: all is well\\x1b[2J rank 0" in caplog.text
+    assert len(caplog.records) == len(caplog.text.splitlines())
+
+
+# --- a shared secret --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "said"),
+    [
+        (None, SECRET, "d rank 0 has no shared secret, p rank 0 asks for one: give both engines the same secret"),
+        (SECRET, None, "d rank 0 has a shared secret, p rank 0 has none: give both engines the same secret"),
+        (Secret(b"quite another secret"), SECRET, "d rank 0 and p rank 0 have different shared secrets: give both"),
+    ],
+)
+def test_unlike_secrets_refuse_each_other_at_both_ends_and_at_once(engines, caplog, theirs, ours, said) -> None:
+    p, d = engines("p", secret=ours), engines("d", secret=theirs, connect_timeout=30.0)
+    for count in (1, 2, 3):
+        d.control.connect(p.address())
+        ranks, reason = d.wait("outcome", count)[-1]
+        assert ranks == ()
+        assert reason.startswith(said), reason
+    assert "KVXFER_SECRET_FILE" in reason
+    assert p.of("up") == d.of("up") == []
+    assert caplog.text.count(f"refused what a peer sent: {said}") == 2, "once at each end"
+    wait_until(lambda: p.control.counters["control_refused"] == 3, what="the count")
+
+
+def test_an_engine_with_another_secret_at_the_address_is_recognised_by_the_caller(engines) -> None:
+    """A listener that answers every knock, whether or not it can check it."""
+    from kvxfer.transport import links
+
+    p = engines("p", secret=Secret(b"quite another secret"))
+    d = engines("d", secret=SECRET, connect_timeout=30.0)
+    p.control._switchboard._links._challenge = lambda envelope, proof, route, now: p.control.put(
+        route, pack(p.me, "", messages.Challenge(), lambda _: messages.Proof(proof.link + bytes(24), 0, bytes(32)))
     )
+    d.control.connect(p.address())
+    assert d.wait("outcome") == [((), f"d rank 0 and p rank 0 have different shared secrets: {links.CURE}")]
+
+
+def test_a_new_process_at_the_address_is_noticed_before_the_timeout(engines) -> None:
+    """The connection goes on by itself; what comes by it has a link that the new process does not know."""
+    slow = Timing(interval=0.05, timeout=60.0, lease=0.4, margin=0.05)
+    p, d = engines("p", secret=SECRET, timing=slow), engines("d", secret=SECRET, timing=slow)
+    d.control.connect(p.address())
+    d.wait("outcome")
+    p.control.stop()
+    engines("p", p.control.port, secret=SECRET, timing=slow)
+    assert d.wait("lost") == [(p.me, "another process has taken its place")]
+
+
+def test_the_records_are_told_to_who_knows_the_secret(engines, monkeypatch) -> None:
+    p = engines("p", secret=SECRET)
+    p.on_report = lambda last: messages.Report(0, p.control.sessions._card(), {"last": last}, [])
+    for wrong, said in ((None, "has no shared secret"), (Secret(b"quite another secret"), "different shared secrets")):
+        with pytest.raises(TransportError, match=said):
+            fetch_records("127.0.0.1", p.control.port, secret=wrong)
+    assert fetch_records("127.0.0.1", p.control.port, secret=SECRET, last=7).ranks[0].counters == {"last": 7}
+    monkeypatch.setenv("KVXFER_SECRET", "what the engines share\n")
+    assert fetch_records("127.0.0.1", p.control.port).engine == "p"
+
+
+# --- addresses --------------------------------------------------------------------------------------------------------
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as one:
+            one.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+IPV6 = pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6 loopback")
+BINDS = [
+    ("127.0.0.1", "127.0.0.1"),
+    ("localhost", "localhost"),
+    ("0.0.0.0", "127.0.0.1"),
+    ("*", "127.0.0.1"),
+    pytest.param("::1", "::1", marks=IPV6),
+    pytest.param("[::1]", "::1", marks=IPV6),
+    pytest.param("::1", "[::1]", marks=IPV6),
+    pytest.param("::", "::1", marks=IPV6),
+    pytest.param("::", "127.0.0.1", marks=IPV6),
+]
+
+
+@pytest.mark.parametrize(("bound", "called"), BINDS)
+def test_an_engine_is_reached_where_it_listens(engines, secret, bound, called) -> None:
+    """The directory names no host, or a wildcard: its ranks are where the engine itself was reached."""
+    for told in ("", bound if addresses.is_wildcard(bound) else ""):
+        p, d = engines("p", host=bound, secret=secret), engines("d", secret=secret)
+        where = RankAddress(0, p.me.incarnation, 0, 0, told, p.control.port)
+        p.control.publish(Directory("p", 1, 1, ready=True, ranks=(where,)))
+        d.control.connect(EngineAddress(called, p.control.port, "p"))
+        assert d.wait("outcome") == [((p.me,), None)]
+        p.on_report = lambda last, p=p: messages.Report(0, p.control.sessions._card(), {}, [])
+        assert fetch_records(called, p.control.port, secret=secret).engine == "p"
+
+
+@IPV6
+def test_ranks_are_reached_at_the_address_that_is_advertised_for_them(engines) -> None:
+    p, rank, d = engines("p"), engines("p", host="::1"), engines("d")
+    where = RankAddress(0, rank.me.incarnation, 0, 0, "::1", rank.control.port)
+    p.control.publish(Directory("p", 1, 1, ready=True, ranks=(where,)))
+    d.control.connect(p.address())
+    assert d.wait("outcome") == [((rank.me,), None)]
 
 
 def test_a_peer_too_large_for_the_limit_is_cut_off_and_others_are_not(pair, stranger) -> None:

@@ -34,7 +34,7 @@ def hello(theirs: RankCard | None = None, sent: float = 50.0) -> messages.Hello:
 
 
 def accepted(sessions: Sessions, rank: RankId = PEER, route: str = "route", now: float = 100.0, sent: float = 50.0):
-    answer = sessions.accept(rank, hello(card("p"), sent), route, now)
+    answer = sessions.accept(rank, hello(card(rank.engine), sent), route, now)
     assert isinstance(answer, messages.Welcome)
     return answer
 
