@@ -52,7 +52,12 @@ class Channel:
         self.port = port
         network = process.sim.network
         self.switchboard = Switchboard(
-            me, process if me.rank >= 0 else self, Wires(network, self), timing, connect_timeout
+            me,
+            process if me.rank >= 0 else self,
+            Wires(network, self),
+            timing,
+            connect_timeout,
+            process.sim.secret,
         )
         self.announcer = Announcer(self, process.sim.settings.leg_timeout)  # type: ignore[arg-type]  # stands for one
         self._interval = timing.interval / 4

@@ -26,6 +26,7 @@ from kvxfer.transport.commands import EngineAddress
 
 if TYPE_CHECKING:
     from kvxfer.chaos.world import Entry
+    from kvxfer.protocol.auth import Secret
 
 CHECKS = ("wrong_bytes", "leaked_blocks", "stuck", "double_reports", "needless", "leftovers", "defects")
 
@@ -100,11 +101,12 @@ class _Defects(logging.Handler):
 
 
 class Simulation:
-    """One seed's world. ``keep``: keep the trace's text."""
+    """One seed's world. ``keep``: keep the trace's text. ``secret``: what all engines share."""
 
     connect_timeout = 3.0
 
-    def __init__(self, seed: int, handoffs: int = 100, *, keep: bool = False) -> None:
+    def __init__(self, seed: int, handoffs: int = 100, *, keep: bool = False, secret: Secret | None = None) -> None:
+        self.secret = secret
         self.result = Result(seed)
         self.faults = self.result.faults
         world = self.world = World(seed, keep=keep)
