@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvxfer.errors import LocalProtocolError, RemoteProtocolError
 from kvxfer.protocol.actions import Action, Note, PostRead, Revoke, Send, SinkFinished
+from kvxfer.protocol.ids import shown
 from kvxfer.protocol.intervals import IntervalSet
 from kvxfer.protocol.messages import Cancel, CancelAck, Failed, Grant, Register, Release, Seal, Written
 from kvxfer.protocol.sink_data import Part, SinkHandoff
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from kvxfer.protocol.ids import HandoffId, RankId
+
+
+MAX_GENERATIONS = 1024
+"""Generations of one handoff that are told apart: each is a preemption of the prompt while it was computed."""
 
 
 class Sink:
@@ -127,8 +132,12 @@ class Sink:
         if one is None or part is None:
             return
         if message.end < message.start or message.start < 0:
-            raise RemoteProtocolError(f"{frm} says it wrote positions [{message.start}, {message.end})")
-        part.valid.setdefault(message.generation, IntervalSet()).add(message.start, message.end)
+            raise RemoteProtocolError(f"{shown(frm)} says it wrote positions [{message.start}, {message.end})")
+        if message.generation not in part.valid and len(part.valid) >= MAX_GENERATIONS:
+            raise RemoteProtocolError(f"{shown(frm)} writes {one.id} under more than {MAX_GENERATIONS:,} generations")
+        # No more than was asked for is kept: a peer may name as many spans as it likes.
+        start, end = max(message.start, one.start), min(message.end, one.end)
+        part.valid.setdefault(message.generation, IntervalSet()).add(start, max(start, end))
         yield from self._check(one)
 
     def seal(self, frm: RankId, message: Seal, now: float) -> Iterator[Action]:

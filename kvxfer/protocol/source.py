@@ -15,6 +15,7 @@ from kvxfer.errors import LocalProtocolError, RemoteProtocolError
 from kvxfer.protocol.actions import Action, Note, PostWrite, Revoke, Send, SourceFinished, SourceQuiet
 from kvxfer.protocol.intervals import IntervalSet
 from kvxfer.protocol.messages import Cancel, CancelAck, Expect, Failed, Grant, Register, Release, Seal
+from kvxfer.protocol.parking import Parking
 from kvxfer.protocol.source_data import Pin, Registration, SourceHandoff
 from kvxfer.protocol.source_states import TRANSITIONS, Event, State
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 MAX_TTL = 3600.0
 """Longest time, in seconds, for which one Expect may keep a handoff."""
+
+NO_ROOM = "too many handoffs wait for their prefill leg"
 
 
 class Source:
@@ -78,6 +81,7 @@ class Source:
         self._ended: OrderedDict[HandoffId, str] = OrderedDict()
         self._by_request: dict[str, HandoffId] = {}
         self._transfers: dict[int, SourceHandoff] = {}
+        self._parking = Parking()
         self._granted: set[HandoffId] = set()  # pull: a peer may be reading
         self._may_post_until: dict[RankId, float] = {}
         self._numbers = itertools.count(1)
@@ -104,6 +108,7 @@ class Source:
             one = self._handoffs[handoff] = SourceHandoff(handoff, State.COMPUTING, now + self.leg_timeout)
         else:
             self._step(one, Event.START)
+        self._parking.leave(handoff)
         one.request_id, one.prompt_tokens, one.prompt = request_id, prompt_tokens, prompt
         self._by_request[request_id] = handoff
         yield Note("source", handoff, "started")
@@ -189,11 +194,10 @@ class Source:
         the first one's registration holds, must not put it off for ever.
         """
         if not 0.0 < message.ttl <= MAX_TTL:
-            raise RemoteProtocolError(
-                f"{frm} expects {message.handoff} for {message.ttl} s; at most {MAX_TTL:g} s are allowed"
-            )
-        one = self._known(message.handoff, now)
+            raise RemoteProtocolError(f"{frm} expects {message.handoff} for {message.ttl} s: at most {MAX_TTL:g} s")
+        one = self._known(frm, message.handoff, now)
         if one is not None and one.sink is None:
+            one.engine = one.engine or frm.engine
             one.deadline = max(one.deadline, min(now + message.ttl, one.hold_until))
             yield Note("source", message.handoff, "expected")
 
@@ -203,12 +207,13 @@ class Source:
             raise RemoteProtocolError(
                 f"{frm} registers positions [{message.start}, {message.end}) of {message.handoff} in mode {message.mode!r}"
             )
-        one = self._handoffs.get(message.handoff) if message.again else self._known(message.handoff, now)
+        one = self._handoffs.get(message.handoff) if message.again else self._known(frm, message.handoff, now)
         sink = None if one is None else one.sink
         current = sink is not None and (sink.rank, sink.attempt) == (frm, message.attempt)
         if one is None or (message.again and not current):
-            reason = self._ended.get(message.handoff, "this registration never arrived")
-            yield Send(frm, Failed(message.handoff, message.attempt, f"the handoff is over: {reason}"))
+            over = self._ended.get(message.handoff, "this registration never arrived" if message.again else None)
+            reason = NO_ROOM if over is None else f"the handoff is over: {over}"
+            yield Send(frm, Failed(message.handoff, message.attempt, reason))
             return
         if sink is not None and current:
             # Said again: renews a pull's lease, changes nothing else.
@@ -223,6 +228,9 @@ class Source:
             reason = one.reason or f"attempt {sink.attempt if sink else 0} has not ended"
             yield Send(frm, Failed(message.handoff, message.attempt, reason))
             return
+        if one.request_id is None and not self._parking.park(one.id, frm.engine, len(message.blocks)):
+            yield Send(frm, Failed(message.handoff, message.attempt, NO_ROOM))
+            return
         span = (message.mode, message.start, message.end, message.blocks)
         one.sink = Registration(frm, message.attempt, *span, message.asked, message.prompt)
         one.deadline = max(one.deadline, now + self.leg_timeout)
@@ -236,7 +244,7 @@ class Source:
         if one is None or one.sink is None or one.sink.rank != frm:
             # Never registered here, or over: nothing is in flight. A registration that is still under way cannot
             # arrive later than this Cancel, since both travel over one ordered session.
-            if one is not None and one.sink is None and one.state is not State.SERVED:
+            if one is not None and one.sink is None and one.state is not State.SERVED and one.engine in ("", frm.engine):
                 yield from self._serve(one, Event.SERVE, f"decode cancelled: {message.reason}")
                 yield from self._advance(one, now)
             yield Send(frm, CancelAck(message.handoff, message.attempt))
@@ -252,8 +260,8 @@ class Source:
 
     def release(self, frm: RankId, message: Release, now: float) -> Iterator[Action]:
         """Handle Release: the sink wants nothing more of this handoff."""
-        one = self._known(message.handoff, now)
-        if one is None or (one.sink is not None and one.sink.rank != frm):
+        one = self._known(frm, message.handoff, now)
+        if one is None or (one.engine not in ("", frm.engine) if one.sink is None else one.sink.rank != frm):
             return  # over; or said for a second request of this name, which must not take away what the first awaits
         if one.state is not State.SERVED:
             yield from self._serve(one, Event.SERVE, message.reason, tell=False)
@@ -349,10 +357,10 @@ class Source:
         one = None if handoff is None else self._handoffs.get(handoff)
         return one if one is not None and one.request_id == request_id else None
 
-    def _known(self, handoff: HandoffId, now: float) -> SourceHandoff | None:
-        """Find a handoff for a sink's message, or park it as expected; None when it is over."""
+    def _known(self, frm: RankId, handoff: HandoffId, now: float) -> SourceHandoff | None:
+        """Find a handoff for a sink's message, or park it as expected; None when it is over, or there is no room for it."""
         one = self._handoffs.get(handoff)
-        if one is None and handoff not in self._ended:
+        if one is None and handoff not in self._ended and self._parking.park(handoff, frm.engine):
             one = self._handoffs[handoff] = SourceHandoff(handoff, State.EXPECTED, now + self.leg_timeout)
         return one
 
@@ -494,6 +502,7 @@ class Source:
     def _close(self, one: SourceHandoff, event: Event) -> None:
         self._step(one, event)
         del self._handoffs[one.id]
+        self._parking.leave(one.id)
         self._ended[one.id] = one.reason
         while len(self._ended) > self._memory:
             self._ended.popitem(last=False)

@@ -61,5 +61,6 @@ class SourceHandoff:
     blocks: array[int] = field(default_factory=lambda: array("i"))
     pins: list[Pin] = field(default_factory=list)
     held: bool = False  # the engine has finished and waits for SourceFinished
+    engine: str = ""  # of the sink that announced itself first
     sink: Registration | None = None
     reason: str = ""

@@ -33,11 +33,13 @@ from kvxfer.protocol.actions import (
     SourceFinished,
     SourceQuiet,
 )
+from kvxfer.protocol.ids import shown
 from kvxfer.protocol.sink import Sink
 from kvxfer.protocol.source import Source
 from kvxfer.transport import commands as cmd
 from kvxfer.transport.openings import Openings
 from kvxfer.transport.records import RecordBook
+from kvxfer.transport.refusals import Refusals
 from kvxfer.transport.steps import Steps
 from kvxfer.transport.threads import run_on
 from kvxfer.transport.transfers import InFlight, Transfers
@@ -117,6 +119,7 @@ class Mover(threading.Thread):
         self.counters = {"bytes": 0, "descriptors": 0, "transfers": 0, "failed_transfers": 0, "refused_messages": 0}
         self.counters["revocations"] = 0
         self.transfers = Transfers(rank, layout, make_agent, clock)
+        self._refusals = Refusals(logger)
         self._send = send
         self._renewed = renewed
         self._cpus = cpus
@@ -233,7 +236,9 @@ class Mover(threading.Thread):
             act(*args)
         except RemoteProtocolError as error:
             self.counters["refused_messages"] += 1
-            logger.warning("refused what a peer sent: %s", error)
+            command = args[0]
+            peer = str(command.frm) if isinstance(command, cmd.Inbound) else shown(str(command), 600)
+            self._refusals.note(peer, "handoff", error, self._clock())
         except Exception:
             logger.exception("defect in the handling of %r", args[0])
 

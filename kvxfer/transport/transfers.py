@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kvxfer.errors import TransportError
 from kvxfer.layout.blocks import block_span, plan_blocks
 from kvxfer.protocol.actions import PostWrite
+from kvxfer.protocol.ids import shown
 from kvxfer.protocol.messages import Written, pack_written
 from kvxfer.transport.agent import Status
 from kvxfer.transport.keeper import AgentKeeper
@@ -84,7 +85,10 @@ class Transfers:
             raise TransportError(f"{peer} has no open session")
         name = self._names.get(peer)
         if name is None:
-            name = self._names[peer] = self.keeper.agent.add_peer(card.agent)
+            name = self.keeper.agent.add_peer(card.agent)
+            if name != peer.agent:
+                raise TransportError(f"{peer} shows the memory of {shown(name)} for its own")
+            self._names[peer] = name
         return name, card
 
     # --- transfers --------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvxfer.protocol.ids import HandoffId, RankId, handoff_id, split_request_id
+from kvxfer.protocol.ids import HandoffId, RankId, handoff_id, shown, split_request_id
 
 HEX = st.text("0123456789abcdef", min_size=8, max_size=8)
 # What routers put into X-Request-Id: uuids, and everything that looks like one of vLLM's own decorations.
@@ -136,3 +136,19 @@ def test_names_for_people() -> None:
 def test_agents_of_different_ranks_and_lives_have_different_names(ranks) -> None:
     assert len({rank.agent for rank in ranks}) == len(ranks)
     assert all(re.fullmatch(r"[ab]/[xy]/-?\d", rank.agent) for rank in ranks)
+
+
+@pytest.mark.parametrize(
+    ("text", "fit"),
+    [
+        ("plain – words × 2", "plain – words × 2"),
+        ("a\nb\r\x1b[2J\0\x85\u2028", "a\\nb\\r\\x1b[2J\\x00\\x85\\u2028"),
+        ("\u202egnp.exe", "\\u202egnp.exe"),
+        ("x" * 3000, "x" * 2000 + "… (3,000 characters)"),
+        ("\n" * 3000, "\\n" * 2000 + "… (3,000 characters)"),
+    ],
+)
+def test_what_is_shown_stays_on_its_line_and_has_an_end(text, fit) -> None:
+    assert shown(text) == fit
+    assert str(HandoffId(text)) == fit
+    assert str(RankId(text, "i", -1)) == fit

@@ -180,3 +180,160 @@ def test_the_longest_id_fits_into_a_notification_and_a_longer_notification_is_re
     assert m.unpack_written(m.pack_written(longest)) == longest
     with pytest.raises(RemoteProtocolError, match="4,097 bytes is above the limit of 4,096"):
         m.unpack_written(bytes(4097))
+
+
+# --- what a field may hold --------------------------------------------------------------------------------------------
+
+
+def limited(kind, path=()):
+    """Every limited number, text and list of a message: (path to it, its limits), through everything that it contains."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Annotated:
+        yield path, args[0], args[1]
+        yield from limited(args[0], path)
+    elif origin in (tuple, list) and args:
+        yield from limited(args[0], (*path, 0))
+    elif isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        array = kind.__struct_config__.array_like
+        for index, field in enumerate(msgspec.structs.fields(kind)):
+            yield from limited(field.type, (*path, index if array else field.name))
+
+
+def beyond(base, meta: msgspec.Meta) -> list:
+    """Values just outside the limits, and those that no limit of a number may let pass."""
+    if base is float:
+        return [float("nan"), float("inf"), float("-inf"), meta.le * 1.01, -1.0, 2**64 - 1]
+    if base is int:
+        high = meta.le if meta.le is not None else meta.lt - 1
+        low = meta.ge if meta.ge is not None else meta.gt + 1
+        return [low - 1, high + 1, -(2**63), 2**64 - 1, 0.5, "1", True]
+    filler = {str: "x", bytes: b"x"}.get(base)
+    if filler is not None:
+        return [filler * (meta.max_length + 1)] if meta.max_length < m.MAX_MESSAGE_BYTES else []
+    if typing.get_origin(base) is dict:
+        return [{str(i): 0 for i in range(meta.max_length + 1)}]
+    return [[{}] * (meta.max_length + 1)]
+
+
+LIMITED = [(kind, *one) for kind in [*TYPES, m.Written] for one in limited(kind)]
+
+
+def an_example(kind):
+    """Make some value of a type, the same each time."""
+    if typing.get_origin(kind) is typing.Annotated:
+        base, meta = typing.get_args(kind)
+        if base in (int, float):
+            return base(meta.ge if meta.ge is not None else meta.gt + 1)
+        return an_example(base)
+    if kind in (str, bytes, int, float, bool):
+        return kind()
+    if typing.get_origin(kind) is tuple:
+        return (an_example(typing.get_args(kind)[0]),)
+    if typing.get_origin(kind) in (list, dict):
+        return typing.get_origin(kind)()
+    return kind(**{field.name: an_example(field.type) for field in msgspec.structs.fields(kind)})
+
+
+@pytest.mark.parametrize(("kind", "path", "base", "meta"), LIMITED, ids=lambda v: getattr(v, "__name__", str(v))[:40])
+def test_a_value_beyond_its_limits_is_refused_and_one_within_is_read(kind, path, base, meta) -> None:
+    plain = msgspec.msgpack.decode(msgspec.msgpack.encode(an_example(kind)))
+    if kind is not m.Written:
+        plain = {
+            **{
+                f.name: msgspec.to_builtins(an_example(f.type), builtin_types=(bytes,))
+                for f in msgspec.structs.fields(kind)
+            },
+            **plain,
+        }
+
+    def read(value) -> None:
+        changed = msgspec.msgpack.decode(msgspec.msgpack.encode(plain))
+        place = changed
+        for step in path[:-1]:
+            place = place[step]
+        place[path[-1]] = value
+        packed = msgspec.msgpack.encode(changed)
+        if kind is m.Written:
+            m.unpack_written(packed)
+        else:
+            m.unpack(msgspec.msgpack.encode([m.WIRE_VERSION, ME, "", msgspec.Raw(packed)]))
+
+    read(within_as_plain(base, meta))
+    for value in beyond(base, meta):
+        with pytest.raises(RemoteProtocolError):
+            read(value)
+
+
+def within_as_plain(base, meta):
+    return msgspec.to_builtins(an_example(typing.Annotated[base, meta]), builtin_types=(bytes,))
+
+
+def test_every_number_and_every_list_of_a_message_has_limits() -> None:
+    """A field that is added to a message without any would be found here."""
+
+    def bare(kind, where):
+        origin = typing.get_origin(kind)
+        if origin is typing.Annotated:
+            return
+        if kind in (int, float, bytes) or origin in (list, dict, tuple):
+            yield where
+        elif isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+            for field in msgspec.structs.fields(kind):
+                yield from bare(field.type, f"{where}.{field.name}")
+
+    found = [where for kind in [*TYPES, m.Written, m.Proof] for where in bare(kind, kind.__name__)]
+    assert found == []
+
+
+@pytest.mark.parametrize("kind", [m.Refused, m.Cancel, m.Release, m.Failed])
+def test_reasons_are_fit_for_a_log(kind) -> None:
+    fields = {"handoff": HandoffId("h"), "attempt": 1, "reason": "why\nWARNING: all is well\x1b[2J" * 100}
+    message = kind(**{name: fields[name] for name in kind.__struct_fields__})
+    read = m.unpack(m.pack(ME, "", message))[1]
+    assert read.reason.isprintable()
+    assert read.reason.startswith("why\\nWARNING: all is well\\x1b[2J")
+    assert len(read.reason) < 3 * m.MAX_REASON
+    assert msgspec.structs.replace(read, reason="") == msgspec.structs.replace(message, reason="")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_block_ids_are_whole(size) -> None:
+    blocks = bytes(size)
+    for message in (
+        m.Register(HandoffId("h"), 1, "push", 0, 4, blocks, 1.0),
+        m.Grant(HandoffId("h"), 1, 0, 4, blocks, 1.0, 1.0),
+    ):
+        with pytest.raises(RemoteProtocolError, match=rf"decode-1 rank 0 names blocks in {size} bytes"):
+            m.unpack(m.pack(ME, "", message))
+
+
+@pytest.mark.parametrize(
+    ("message", "limit"),
+    [
+        (m.Hello({"agent": bytes(m.MAX_CARD_BYTES)}, 1.0), m.MAX_CARD_BYTES),
+        (m.Welcome({"agent": bytes(m.MAX_CARD_BYTES)}, 1.0, 1.0, 1.0), m.MAX_CARD_BYTES),
+        (m.Failed(HandoffId("h"), 1, "x" * m.MAX_SMALL_BYTES), m.MAX_SMALL_BYTES),
+    ],
+)
+def test_each_kind_has_its_largest_size(message, limit) -> None:
+    with pytest.raises(RemoteProtocolError, match=f"from decode-1 rank 0 is above its limit of {limit:,}"):
+        m.unpack(m.pack(ME, "", message))
+
+
+@pytest.mark.parametrize("version", [0, m.WIRE_VERSION, 99])
+def test_a_refusal_is_read_whatever_the_version(version) -> None:
+    packed = msgspec.msgpack.encode([version, "refused", "because\nof", {"more": "later"}])
+    assert m.open_envelope(packed) == m.Refusal(version, "refused", "because\\nof")
+    with pytest.raises(RemoteProtocolError, match=r"^because\\nof$"):
+        m.unpack(packed)
+    ours = msgspec.msgpack.decode(m.pack_refusal("because"))
+    assert ours == [m.WIRE_VERSION, "refused", "because"], "the shape that never changes"
+
+
+def test_who_speaks_another_version_is_named_where_that_can_be_read() -> None:
+    with pytest.raises(m.WireVersionError, match="decode-1 rank 0 speaks wire version 99, this process speaks"):
+        m.unpack(msgspec.msgpack.encode([99, ME, {}, "anything"]))
+    with pytest.raises(m.WireVersionError, match="decode-1 rank 0 speaks wire version 99, this process speaks"):
+        m.unpack(msgspec.msgpack.encode([99, ME, "", msgspec.Raw(b"\xc0")]))
+    with pytest.raises(m.WireVersionError, match="the peer speaks wire version 99"):
+        m.unpack(msgspec.msgpack.encode([99]))

@@ -618,3 +618,43 @@ def test_a_failed_read_drains_before_the_blocks_go_back(cancelled) -> None:
     actions = rig.wait(0.1)
     assert ends(actions) == ["gone" if cancelled else "a read failed: torn"]
     assert sent(actions, Release)
+
+
+# --- a source that says what it likes -----------------------------------------------------------------------------------
+
+
+def test_positions_that_were_not_asked_for_are_not_remembered() -> None:
+    rig = Rig()
+    rig.push()
+    for i in range(0, 10_000, 2):
+        rig.written(8 + i, 9 + i)
+        rig.written(2**31 - 2 - i, 2**31 - 1 - i)
+    assert rig.sink._handoffs[H].parts[P].valid[0].missing(0, 2**31) == [(0, 2**31)]
+    rig.written(0, 2**31 - 1)
+    assert rig.sink._handoffs[H].parts[P].valid[0].missing(0, 2**31) == [(8, 2**31)]
+
+
+def test_a_source_cannot_name_generations_without_end(monkeypatch) -> None:
+    monkeypatch.setattr(module, "MAX_GENERATIONS", 3)
+    rig = Rig()
+    rig.push()
+    for generation in (5, 6, 7, 6):
+        rig.written(0, 4, generation)
+    with pytest.raises(RemoteProtocolError, match="p/i1/0 writes h under more than 3 generations"):
+        rig.written(0, 4, 8)
+    assert len(rig.sink._handoffs[H].parts[P].valid) == 3
+
+
+def test_another_rank_completes_fails_and_cancels_nothing() -> None:
+    """Not even with the right attempt: the ranks that were registered with are the only ones that count."""
+    rig = Rig()
+    rig.push()
+    before = rig.sink._handoffs[H]
+    state = (before.state, before.reason)
+    rig.do("written", STRANGER.agent, Written(H, 1, 0, 0, 0, 8))
+    rig.do("seal", STRANGER, Seal(H, 1, 0, 8), rig.now)
+    rig.do("failed", STRANGER, Failed(H, 1, "x"))
+    rig.do("cancel_ack", STRANGER, CancelAck(H, 1))
+    rig.do("grant", STRANGER, Grant(H, 1, 0, 8, BLOCKS, rig.now, 10.0), rig.now)
+    assert (before.state, before.reason) == state
+    assert not before.parts[P].quiet

@@ -7,6 +7,7 @@ from array import array
 import pytest
 
 from kvxfer.errors import LocalProtocolError, RemoteProtocolError
+from kvxfer.protocol import parking
 from kvxfer.protocol import source as module
 from kvxfer.protocol.actions import PostWrite, Revoke, Send, SourceFinished, SourceQuiet
 from kvxfer.protocol.ids import HandoffId, RankId
@@ -518,6 +519,69 @@ def test_a_strangers_cancel_is_acknowledged_and_stops_nobody() -> None:
     rig.register()
     assert sent(rig.cancel(frm=D2)) == [CancelAck(H, 1)]
     assert posts(rig.complete()) == [(0, 8)]
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["computing", "expected"])
+@pytest.mark.parametrize("announced", [SCHEDULER, D])
+def test_what_an_engine_announced_is_cancelled_and_released_by_that_engine_alone(known, announced) -> None:
+    """A peer that has heard of a handoff has a session, too; it must not be able to end what it has no part in."""
+    rig = Rig()
+    if known:
+        rig.start()
+    rig.do("expect", announced, Expect(H, 30.0))
+    state = rig.state
+    assert rig.release(frm=D2) == []
+    assert sent(rig.cancel(frm=D2)) == [CancelAck(H, 1)]
+    assert rig.state is state
+    if not known:
+        rig.start()
+    rig.register()
+    assert posts(rig.complete()) == [(0, 8)]
+
+
+def test_the_engine_itself_may_release_by_any_of_its_processes() -> None:
+    rig = Rig()
+    rig.start()
+    rig.do("expect", SCHEDULER, Expect(H, 30.0))
+    rig.cancel()
+    assert rig.state is State.SERVED
+
+
+def parked(rig: Rig, frm: RankId, count: int, size: int = 0, name: str = "") -> list:
+    """Register handoffs that this engine does not know. Returns the refusals."""
+    refused = []
+    for i in range(count):
+        handoff = HandoffId(f"{name or frm.engine}-{i}")
+        refused += sent(rig.do("register", frm, Register(handoff, 1, "push", 0, 4, bytes(size), 7.0)), Failed)
+    return refused
+
+
+def test_one_engine_cannot_take_all_the_room_for_handoffs_whose_prefill_leg_is_late(monkeypatch) -> None:
+    monkeypatch.setattr(parking, "MAX_PARKED", 5)
+    rig = Rig()
+    refused = parked(rig, D2, 8)
+    assert [failed.reason for failed in refused] == ["too many handoffs wait for their prefill leg"] * 3
+    assert (
+        rig.do("expect", D2, Expect(HandoffId("more"), 9.0)) == rig.do("release", D2, Release(HandoffId("m"), "")) == []
+    )
+    assert len(rig.source) == 5
+    assert parked(rig, D, 5) == [], "another engine's room"
+    rig.start()
+    rig.do("leased", D2, 1e6)
+    rig.register(frm=D2)
+    assert posts(rig.complete()) == [(0, 8)], "what the engine knows needs no room"
+    rig.wait(31.0)
+    assert len(rig.source._parking) == 0
+    assert parked(rig, D2, 5, name="later") == []
+
+
+def test_one_engine_cannot_fill_the_memory_with_registrations_of_unknown_handoffs(monkeypatch) -> None:
+    monkeypatch.setattr(parking, "MAX_PARKED_BYTES", 100)
+    rig = Rig()
+    refused = parked(rig, D2, 8, size=40)
+    assert [failed.reason for failed in refused] == ["too many handoffs wait for their prefill leg"] * 6
+    assert sum(len(one.sink.blocks) for one in rig.source._handoffs.values() if one.sink) == 80
+    assert parked(rig, D, 2, size=40) == []
 
 
 def test_a_release_after_a_cancel_changes_nothing() -> None:
