@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvxfer.errors import LocalProtocolError, RemoteProtocolError
 from kvxfer.protocol.actions import Action, Note, PostWrite, Revoke, Send, SourceFinished, SourceQuiet
+from kvxfer.protocol.ids import shown
 from kvxfer.protocol.intervals import IntervalSet
 from kvxfer.protocol.messages import Cancel, CancelAck, Expect, Failed, Grant, Register, Release, Seal
 from kvxfer.protocol.parking import Parking
@@ -220,6 +221,11 @@ class Source:
             sink.asked, sink.grant_due = max(sink.asked, message.asked), True
             yield from self._advance(one, now)
             return
+        if sink is None and one.engine not in ("", frm.engine):
+            yield Send(
+                frm, Failed(message.handoff, message.attempt, f"{shown(one.engine)} has announced itself for it")
+            )
+            return
         if sink is not None and (sink.rank != frm or message.attempt < sink.attempt):
             reason = f"{sink.rank} has registered attempt {sink.attempt} of it"
             yield Send(frm, Failed(message.handoff, message.attempt, reason))
@@ -270,6 +276,8 @@ class Source:
     def peer_lost(self, peer: RankId, reason: str, now: float) -> Iterator[Action]:
         """Note that a sink's process died or was replaced: nothing more is posted to it."""
         self._may_post_until.pop(peer, None)
+        for one in self._handoffs.values():
+            one.engine = "" if one.engine == peer.engine else one.engine  # another may take over what it announced
         for one in [h for h in self._handoffs.values() if h.sink is not None and h.sink.rank == peer]:
             if one.sink is not None and one.sink.granted_until > now and one.state is State.FINAL:
                 continue  # it may only be out of hearing, and still read under the lease that it was granted

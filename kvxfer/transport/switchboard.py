@@ -302,7 +302,7 @@ class Switchboard:
     def _lose(self, lost: Iterable[Lost]) -> None:
         for one in lost:
             session: Session = one.session
-            logger.warning("lost %s: %s", session.rank, one.reason)
+            self._refusals.line(f"lost {session.rank}: {one.reason}", self._now)
             if self._wires.dialed(session.route) is not None:
                 self._hang_up(session.route)
             self.guarded(self._on_lost, session.rank, one.reason, session.liveness.granted_until, one.dead)

@@ -539,6 +539,20 @@ def test_what_an_engine_announced_is_cancelled_and_released_by_that_engine_alone
     assert posts(rig.complete()) == [(0, 8)]
 
 
+def test_what_an_engine_announced_is_registered_by_no_other_while_that_engine_is_there() -> None:
+    rig = Rig()
+    rig.start()
+    rig.do("expect", SCHEDULER, Expect(H, 30.0))
+    (failed,) = sent(rig.register(frm=D2), Failed)
+    assert failed.reason == "d has announced itself for it"
+    rig.do("peer_lost", SCHEDULER, "silent")
+    assert sent(rig.register(frm=D2)) == []
+    rig.do("leased", D2, 1e6)
+    assert posts(rig.complete()) == [(0, 8)]
+    (post,) = [action for action in rig.all if isinstance(action, PostWrite)]
+    assert post.to == D2
+
+
 def test_the_engine_itself_may_release_by_any_of_its_processes() -> None:
     rig = Rig()
     rig.start()
