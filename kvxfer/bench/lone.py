@@ -108,7 +108,7 @@ class LoneRank:
     @property
     def address(self) -> cmd.EngineAddress:
         """Where a sink finds this rank's engine."""
-        return cmd.EngineAddress("127.0.0.1", self.control.port, self.me.engine)
+        return cmd.EngineAddress(self.control.host, self.control.port, self.me.engine)
 
     def fill(self, blocks: Sequence[int], seed: int) -> None:
         """Write bytes that tell layers, blocks and seeds apart, none of them zero."""

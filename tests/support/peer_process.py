@@ -13,19 +13,24 @@ import time
 
 import msgspec
 
+from kvxfer.protocol import auth, messages
 from kvxfer.protocol.ids import HandoffId
 from kvxfer.protocol.peers import Timing
 from kvxfer.transport import commands as cmd
 from kvxfer.transport.nixl import NixlAgent
+from kvxfer.transport.secret import load_secret
 from tests.support.ranks import Rank
 
 
 class Driver:
     def __init__(self, options: dict) -> None:
         backend = options.pop("backend", "LIBFABRIC")
+        # A release of another wire version differs in this number at least.
+        messages.WIRE_VERSION = auth.WIRE_VERSION = options.pop("wire", messages.WIRE_VERSION)
         self.rank = Rank(
             make_agent=lambda name: NixlAgent(name, backend),
             timing=Timing(0.5, 5.0, 2.0, 0.2),
+            secret=load_secret(),
             **options,
         )
 
@@ -35,8 +40,8 @@ class Driver:
     def prefill(self, handoff, request, blocks, tokens, chunks=1):
         self.rank.prefill(HandoffId(handoff), request, blocks, tokens, chunks)
 
-    def open(self, handoff, request, engine, port, blocks, tokens, start=0):
-        self.rank.open(HandoffId(handoff), request, cmd.EngineAddress("127.0.0.1", port, engine), blocks, tokens, start)
+    def open(self, handoff, request, engine, port, blocks, tokens, start=0, host="127.0.0.1"):
+        self.rank.open(HandoffId(handoff), request, cmd.EngineAddress(host, port, engine), blocks, tokens, start)
 
     def wait(self, request, timeout=30.0):
         done = self.rank.wait(request, timeout)

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+
+
+def has_ipv6() -> bool:
+    """Tell whether this machine has an IPv6 loopback."""
+    try:
+        with socket.socket(socket.AF_INET6) as one:
+            one.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
 
 
 class PeerProcess:

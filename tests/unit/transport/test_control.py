@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import socket
 import threading
 import time
 
@@ -23,6 +22,7 @@ from kvxfer.protocol.peers import Timing
 from kvxfer.transport.commands import EngineAddress
 from kvxfer.transport.control import ControlChannel
 from kvxfer.transport.query import fetch_records
+from tests.support.peers import has_ipv6
 from tests.support.ranks import wait_until
 
 TIMING = Timing(interval=0.05, timeout=0.6, lease=0.4, margin=0.05)
@@ -547,15 +547,6 @@ def test_the_records_are_told_to_who_knows_the_secret(engines, monkeypatch) -> N
 
 
 # --- addresses --------------------------------------------------------------------------------------------------------
-
-
-def has_ipv6() -> bool:
-    try:
-        with socket.socket(socket.AF_INET6) as one:
-            one.bind(("::1", 0))
-    except OSError:
-        return False
-    return True
 
 
 IPV6 = pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6 loopback")

@@ -95,7 +95,8 @@ class Storm:
         draw = self.random
         what = draw.random()
         if what < 0.1 and self.spoof and self.heard:
-            return self.damaged(draw.choice(self.heard))
+            packed = draw.choice(self.heard)
+            return self.renumbered(packed) if draw.random() < 0.5 else self.damaged(packed)
         if what < 0.15:
             return draw.choice(
                 [draw.randbytes(draw.randrange(200)), b"\x91" * 3000, b"\x81" * 3000, b"\xdd\xff\xff\xff\xff"]
@@ -130,6 +131,16 @@ class Storm:
         for _ in range(draw.randrange(1, 4)):
             changed[draw.randrange(start, len(changed))] ^= 1 << draw.randrange(8)
         return bytes(changed)
+
+    def renumbered(self, packed: bytes) -> bytes:
+        """Say what was said, or anything else, as if it came next."""
+        try:
+            whole = msgspec.msgpack.decode(packed)
+            whole[4][1] += self.random.choice([1, 10, 1000, 2**40])
+            whole[3] = self.random.choice([whole[3], self.body()])
+        except (msgspec.MsgspecError, TypeError, IndexError):
+            return packed
+        return msgspec.msgpack.encode(whole)
 
     def notification(self) -> tuple[str, bytes]:
         draw = self.random
