@@ -126,6 +126,7 @@ class Linked(RuleBasedStateMachine):
         self.dead: set[RankId] = set()
         self.pinned: dict[int, list[int]] = {}  # token -> blocks of a preempted request
         self.revoking = False
+        self.stuck = False
         self.source_unaware = False
         self.lives = itertools.count(1)
 
@@ -179,6 +180,8 @@ class Linked(RuleBasedStateMachine):
                     self.source_finished(request_id)
                 case SourceQuiet(token):
                     self.unpin(token)
+                case Revoke():
+                    self.stuck = True
                 case _:
                     assert isinstance(action, Note)
 
@@ -474,6 +477,16 @@ class Linked(RuleBasedStateMachine):
         self.source_unaware = False
         self.at_source(self.source.peer_lost(D, "silent", self.there))
 
+    @precondition(lambda self: self.stuck)
+    @rule()
+    def the_source_closes_its_agent(self) -> None:
+        """What its mover does about a write that never ends: none of its writes goes on, and all of them have failed."""
+        self.stuck = False
+        for transfer in [t for t in self.flying if isinstance(t.action, PostWrite) and t.session.source == self.me]:
+            self.flying.remove(transfer)
+            if not transfer.torn:
+                self.at_source(self.source.write_failed(transfer.action.transfer, "revoked", self.there))
+
     @precondition(lambda self: self.session.cut and not self.unnoticed and not self.source_unaware)
     @rule()
     def reconnect(self) -> None:
@@ -495,6 +508,7 @@ class Linked(RuleBasedStateMachine):
                 del self.memory_p[block]
         self.pinned.clear()
         self.dead.add(self.me)
+        self.stuck = False
         self.new_life()
 
     # --- the fabric ---------------------------------------------------------------------------------------------------
@@ -689,6 +703,8 @@ class Linked(RuleBasedStateMachine):
         for turn in range(50):
             if self.revoking:
                 self.keys_are_revoked()
+            if self.stuck:
+                self.the_source_closes_its_agent()
             while self.unnoticed:
                 self.sink_notices(proven=turn % 2 == 0)
             if self.source_unaware:

@@ -635,7 +635,7 @@ def test_positions_that_were_not_asked_for_are_not_remembered() -> None:
 
 
 def test_a_source_cannot_name_generations_without_end(monkeypatch) -> None:
-    monkeypatch.setattr(module, "MAX_GENERATIONS", 3)
+    monkeypatch.setattr("kvxfer.protocol.sink.MAX_GENERATIONS", 3)
     rig = Rig()
     rig.push()
     for generation in (5, 6, 7, 6):

@@ -1,0 +1,185 @@
+"""What leaves a source: writes, seals, grants, acknowledgements, and at last the blocks. Why, is in ``source_states``."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+from kvxfer.errors import LocalProtocolError
+from kvxfer.protocol.actions import Action, Note, PostWrite, Revoke, Send, SourceFinished, SourceQuiet
+from kvxfer.protocol.messages import CancelAck, Failed, Grant, Seal
+from kvxfer.protocol.parking import Parking
+from kvxfer.protocol.source_data import Pin, Registration, SourceHandoff
+from kvxfer.protocol.source_states import TRANSITIONS, Event, State
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvxfer.protocol.ids import HandoffId, RankId
+
+
+class Delivery:
+    """The half of ``Source`` that acts; what happens to it is the other. Neither is used without the other.
+
+    Parameters
+    ----------
+    block_size
+        Tokens in a block of this rank. Only whole blocks are posted until the prompt's end is final.
+    stream
+        Post chunks as they become final; otherwise wait until the whole prompt is.
+    leg_timeout
+        Seconds to wait for the leg of a handoff that has not shown itself (prefill or decode).
+    lease
+        Seconds for which a Grant (pull) promises that the blocks stay.
+    hold_limit
+        Seconds for which a finished prompt is kept for a sink that announces itself and does not register. Two engines whose
+        caches are full of handoffs that wait for each other would otherwise wait for ever.
+    drain_bound
+        Seconds after which nothing of a write that failed, or could not be posted, can land any more.
+    transfer_limit
+        Seconds after which a write that has not become terminal is stopped, by revoking this rank's keys.
+    memory
+        Ended handoffs remembered, for late messages.
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        *,
+        stream: bool = True,
+        leg_timeout: float = 30.0,
+        lease: float = 30.0,
+        hold_limit: float = 120.0,
+        drain_bound: float = 2.0,
+        transfer_limit: float = 120.0,
+        memory: int = 4096,
+    ) -> None:
+        self.block_size = block_size
+        self.stream = stream
+        self.leg_timeout = leg_timeout
+        self.lease = lease
+        self.hold_limit = hold_limit
+        self.drain_bound = drain_bound
+        self.transfer_limit = transfer_limit
+        self._memory = memory
+        self._handoffs: dict[HandoffId, SourceHandoff] = {}
+        self._ended: OrderedDict[HandoffId, str] = OrderedDict()
+        self._by_request: dict[str, HandoffId] = {}
+        self._transfers: dict[int, SourceHandoff] = {}
+        self._parking = Parking()
+        self._granted: set[HandoffId] = set()  # pull: a peer may be reading
+        self._may_post_until: dict[RankId, float] = {}
+        self._numbers = itertools.count(1)
+
+    def _step(self, one: SourceHandoff, event: Event) -> None:
+        try:
+            one.state = TRANSITIONS[one.state][event]
+        except KeyError:
+            raise LocalProtocolError(f"source handoff {one.id}: {event.value} while {one.state.value}") from None
+
+    def _serve(self, one: SourceHandoff, event: Event, reason: str, *, tell: bool = True) -> Iterator[Action]:
+        """Owe the sink nothing any more. Told is it only when nothing of the attempt is in flight (see _advance)."""
+        self._step(one, event)
+        self._granted.discard(one.id)
+        one.reason = reason
+        if one.sink is not None and tell:
+            one.sink.failure = reason
+        yield Note("source", one.id, "served", reason)
+
+    def _advance(self, one: SourceHandoff, now: float) -> Iterator[Action]:
+        """Do whatever the state of the handoff now allows."""
+        sink = one.sink
+        yield from self._unpin(one, now)
+        if sink is not None and one.state is not State.SERVED:
+            if sink.mode == "pull":
+                yield from self._grant(one, sink, now)
+            else:
+                yield from self._post(one, sink, now)
+                yield from self._seal(one, sink)
+        if one.state is not State.SERVED or (sink is not None and (sink.in_flight or sink.quiet_at > now)):
+            return
+        if sink is not None and sink.cancelled:
+            yield Send(sink.rank, CancelAck(one.id, sink.attempt))
+            sink.cancelled, sink.failure = False, None
+        if sink is not None and sink.failure is not None:
+            yield Send(sink.rank, Failed(one.id, sink.attempt, sink.failure))
+            sink.failure = None
+        if one.held or one.request_id is None:
+            if one.request_id is not None:
+                del self._by_request[one.request_id]
+                yield SourceFinished(one.id, one.request_id)
+                self._close(one, Event.CLOSE)
+            elif one.prompt_tokens:
+                self._close(one, Event.CLOSE)
+                yield Note("source", one.id, "closed", one.reason)
+            # else: the prefill leg of a handoff that nobody wants is still to come; it is kept until its deadline
+
+    def _post(self, one: SourceHandoff, sink: Registration, now: float) -> Iterator[Action]:
+        complete = one.state is State.FINAL
+        if not (self.stream or complete) or self._may_post_until.get(sink.rank, 0.0) <= now:
+            return
+        end = one.final if complete else one.final - one.final % self.block_size
+        for start, stop in sink.posted.missing(sink.start, min(end, sink.end)):
+            if any(a < stop and start < b for a, b, _ in sink.in_flight.values()):
+                continue  # of a revoked generation; posted again when that write is terminal
+            transfer = next(self._numbers)
+            sink.posted.add(start, stop)
+            sink.in_flight[transfer] = (start, stop, now)
+            self._transfers[transfer] = one
+            yield PostWrite(
+                transfer, sink.rank, one.id, sink.attempt, one.generation, start, stop,
+                one.blocks.tobytes(), 0, sink.blocks, sink.start - sink.start % self.block_size,
+                self._may_post_until[sink.rank],
+            )  # fmt: skip
+
+    @staticmethod
+    def _pin(one: SourceHandoff, token: int) -> None:
+        if token:
+            one.pins.append(Pin(token, frozenset(one.sink.in_flight if one.sink is not None else ())))
+
+    @staticmethod
+    def _unpin(one: SourceHandoff, now: float) -> Iterator[Action]:
+        """Let go of what no write reads any more, and none that failed may still read."""
+        sink = one.sink
+        if not one.pins or (sink is not None and sink.quiet_at > now):
+            return
+        kept = [pin for pin in one.pins if sink is not None and not pin.transfers.isdisjoint(sink.in_flight)]
+        for pin in one.pins:
+            if pin not in kept:
+                yield SourceQuiet(pin.token)
+        one.pins = kept
+
+    def _stop_stuck(self, one: SourceHandoff, sink: Registration, now: float) -> Iterator[Action]:
+        for transfer, (start, end, since) in sink.in_flight.items():
+            if now - since >= self.transfer_limit:
+                sink.in_flight[transfer] = (start, end, math.inf)
+                yield Revoke(f"handoff {one.id}: a write to {sink.rank} has not ended for {self.transfer_limit:g} s")
+
+    def _seal(self, one: SourceHandoff, sink: Registration) -> Iterator[Action]:
+        if one.state is State.FINAL and not sink.in_flight and sink.written.covers(sink.start, sink.end):
+            yield Send(sink.rank, Seal(one.id, sink.attempt, one.generation, one.final))
+            yield Note("source", one.id, "sealed")
+            yield from self._serve(one, Event.SERVE, "done", tell=False)
+
+    def _grant(self, one: SourceHandoff, sink: Registration, now: float) -> Iterator[Action]:
+        # Not before the engine has finished: until then a preemption could take the blocks from under a reader.
+        if one.state is not State.FINAL or not one.held or not sink.grant_due:
+            return
+        if sink.granted_until == 0.0:
+            yield Note("source", one.id, "sealed")
+        sink.grant_due, sink.granted_until = False, now + self.lease
+        self._granted.add(one.id)
+        yield Send(
+            sink.rank,
+            Grant(one.id, sink.attempt, one.generation, one.final, one.blocks.tobytes(), sink.asked, self.lease),
+        )
+
+    def _close(self, one: SourceHandoff, event: Event) -> None:
+        self._step(one, event)
+        del self._handoffs[one.id]
+        self._parking.leave(one.id)
+        self._ended[one.id] = one.reason
+        while len(self._ended) > self._memory:
+            self._ended.popitem(last=False)
