@@ -132,7 +132,7 @@ class Channel:
         del reason, granted_until, dead
         self.announcer.on_lost(rank)
 
-    def on_lease(self, rank: RankId, until: float) -> None:
+    def on_lease(self, rank: RankId, until: float, asked: float) -> None:
         """A scheduler posts nothing."""
 
     def on_outcome(self, outcome: Outcome) -> None:
@@ -367,9 +367,9 @@ class Process:
         self.sim.world.note(self.name, "", f"loses {rank.agent}: {reason}")
         self.post(cmd.PeerLost(rank, reason, granted_until, dead))
 
-    def on_lease(self, rank: RankId, until: float) -> None:
+    def on_lease(self, rank: RankId, until: float, asked: float) -> None:
         """Tell the mover until when it may post."""
-        self.post(cmd.Leased(rank, until))
+        self.post(cmd.Leased(rank, until, asked))
 
     def on_outcome(self, outcome: Outcome) -> None:
         """Tell the mover how a call ended."""

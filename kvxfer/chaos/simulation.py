@@ -340,10 +340,10 @@ def _leftovers(process: Process, alive: set[str]) -> list[str]:
             kept = getattr(owner, name)
             if kept:
                 found.append(f"{type(owner).__name__}.{name} keeps {list(kept) if hasattr(kept, '__iter__') else kept}")
-    for name in ("cards", "_names"):
-        dead = [rank.agent for rank in getattr(mover.transfers, name) if rank.incarnation not in alive]
+    for name in ("_cards", "_agents", "_answered"):
+        dead = [rank.agent for rank in getattr(mover.transfers.reach, name) if rank.incarnation not in alive]
         if dead:
-            found.append(f"Transfers.{name} keeps {dead}, who are dead")
+            found.append(f"Reach.{name} keeps {dead}, who are dead")
     for channel in (process.worker, process.scheduler):
         board = channel.switchboard
         if board.calling:

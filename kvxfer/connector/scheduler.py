@@ -329,7 +329,7 @@ class SchedulerHalf:
     def on_ended(self, rank: RankId) -> None:
         """Nothing to do: it was lost before."""
 
-    def on_lease(self, rank: RankId, until: float) -> None:
+    def on_lease(self, rank: RankId, until: float, asked: float) -> None:
         """Nothing to do: a scheduler process posts nothing."""
 
     def on_outcome(self, outcome: Outcome) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvxfer.addresses import bare
 from kvxfer.connector import compat
-from kvxfer.errors import ConfigError, TransportError
+from kvxfer.errors import ConfigError
 from kvxfer.layout.card import RankCard
 from kvxfer.platform import platform_for
 from kvxfer.protocol.actions import SourceFinished, SourceQuiet
@@ -149,10 +149,8 @@ class WorkerHalf:
     def take_finished(self) -> tuple[set[str] | None, set[str] | None]:
         """Return the ids of (sources, sinks) whose blocks are the engine's again, each exactly once."""
         results = None if self._threads is None else self._threads.mover.results
-        if self._threads is not None and not self._threads.mover.is_alive():
-            raise TransportError(
-                f"{self.me}: the mover has ended; what it wrote last is in this log. Restart the engine"
-            )
+        if self._threads is not None:
+            self._threads.mover.check()
         if not results:
             return None, None
         sent, received = set(), set()

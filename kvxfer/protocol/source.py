@@ -249,6 +249,10 @@ class Source(Delivery):
             for one in [h for h in self._handoffs.values() if h.sink is not None and h.sink.rank == peer]:
                 yield from self._advance(one, now)
 
+    def suspend(self) -> None:
+        """Post nothing to anybody until leases are renewed: somebody's connection broke, and whose is not known."""
+        self._may_post_until.clear()
+
     # --- events from the transport ----------------------------------------------------------------------------------
 
     def written(self, transfer: int, now: float) -> Iterator[Action]:

@@ -1,6 +1,6 @@
 """What the mover needs of something that moves bytes: implemented by NIXL (``nixl``) and by the in-memory twin (``twin``).
 
-One thread calls an agent: its mover. Nothing here is thread-safe, by rule.
+One thread calls an agent: its mover. Nothing here but ``interrupt`` is thread-safe, by rule.
 """
 
 from __future__ import annotations
@@ -40,8 +40,17 @@ class Agent(Protocol):
     def metadata(self) -> bytes:
         """Return what a peer needs to reach this agent's registered memory."""
 
-    def add_peer(self, metadata: bytes) -> str:
-        """Make a peer's memory reachable, and return the peer's agent name. Raises TransportError."""
+    def meet(self, name: str) -> bool:
+        """Note that a peer knows ``metadata()``. True when that has changed, and whoever comes next needs the new one."""
+
+    def add_peer(self, metadata: bytes, name: str = "") -> str:
+        """Make a peer's memory reachable, and return its agent's name, which should be ``name``. Raises TransportError.
+
+        May not return while the peer does not answer, so it is called for peers of which it is known that they live.
+        """
+
+    def lost(self, name: str) -> None:
+        """Note that a peer's process is lost: of what is under way to it, fail what can no more harm this process's memory."""
 
     def remove_peer(self, name: str) -> None:
         """Forget a peer. Its transfers must be terminal."""
@@ -50,6 +59,8 @@ class Agent(Protocol):
         self, operation: str, local: Descriptors, remote: Descriptors, memory: str, peer: str, notification: bytes = b""
     ) -> Transfer:
         """Post a WRITE or READ; row i of ``local`` and of ``remote`` belong together. Raises TransportError.
+
+        Like ``add_peer`` it may not return while the peer does not answer.
 
         ``notification`` reaches the peer after the data of a WRITE is visible there; empty for none.
         """
@@ -62,6 +73,12 @@ class Agent(Protocol):
 
     def notifications(self) -> list[tuple[str, bytes]]:
         """Progress the fabric and return what has arrived, as (peer's agent name, message)."""
+
+    def interrupt(self, name: str) -> None:
+        """Make a call about a peer that is lost return, if one is under way. From any thread; returns at once."""
+
+    def disturbed(self) -> bool:
+        """Tell, once, that some peer's connection broke; whose is not known."""
 
     def close(self) -> None:
         """Let go of everything. Called once, by the mover, at its end."""

@@ -173,10 +173,11 @@ class PeerEnded:
 
 @dataclass(frozen=True, slots=True)
 class Leased:
-    """The rank that receives this may post against a peer's memory until ``until``."""
+    """The rank that receives this may post against a peer's memory until ``until``; the peer lived after ``asked``."""
 
     rank: RankId
     until: float
+    asked: float
 
 
 @dataclass(frozen=True, slots=True)

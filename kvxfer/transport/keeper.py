@@ -68,9 +68,24 @@ class _NoAgent:
         """Refuse."""
         _refuse()
 
-    def add_peer(self, metadata: bytes) -> str:
+    def meet(self, name: str) -> bool:
+        """Nobody is met."""
+        del name
+        return False
+
+    def add_peer(self, metadata: bytes, name: str = "") -> str:
         """Refuse."""
-        _refuse(metadata)
+        _refuse(metadata, name)
+
+    def lost(self, name: str) -> None:
+        """Nobody is known."""
+
+    def interrupt(self, name: str) -> None:
+        """No call is under way."""
+
+    def disturbed(self) -> bool:
+        """Nothing breaks."""
+        return False
 
     def remove_peer(self, name: str) -> None:
         """Nobody is known."""

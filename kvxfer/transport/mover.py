@@ -4,6 +4,9 @@ Everybody else puts commands into its mailbox and takes results out of another; 
 While something is under way (a transfer, a registered sink, a fence that has not passed) it looks every ``poll`` seconds,
 since NIXL's own progress thread is off; with nothing under way it sleeps in its mailbox, and a command wakes it at once.
 
+When the agent says that some connection broke, nobody is posted to before having proved to live (``reach``): leases are
+suspended, and what proves less is dropped. ``check`` is for what remains.
+
 One order is a matter of correctness. A round first *observes* which transfers are terminal, then handles the *whole* mailbox,
 and only then *acts* on what it observed. So, when a preemption was posted before the blocks were given away, no write that
 may have read them afterwards is ever taken for valid (``protocol/source.py``).
@@ -12,13 +15,12 @@ may have read them afterwards is ever taken for valid (``protocol/source.py``).
 from __future__ import annotations
 
 import logging
-import math
 import queue
 import threading
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvxfer.errors import LocalProtocolError, RemoteProtocolError, TransportError
 from kvxfer.protocol import messages
@@ -41,7 +43,7 @@ from kvxfer.transport.openings import Openings
 from kvxfer.transport.records import RecordBook
 from kvxfer.transport.refusals import Refusals
 from kvxfer.transport.steps import Steps
-from kvxfer.transport.threads import run_on
+from kvxfer.transport.threads import Round, run_on
 from kvxfer.transport.transfers import InFlight, Transfers
 
 if TYPE_CHECKING:
@@ -55,6 +57,13 @@ logger = logging.getLogger("kvxfer.mover")
 
 TICK = 0.25
 """Seconds between looks at deadlines while any handoff is open."""
+
+
+class Renewed(Protocol):
+    """Hears of the agent's metadata."""
+
+    def __call__(self, metadata: bytes, *, anew: bool) -> None:
+        """See Mover."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +85,8 @@ class MoverSettings:
 class Mover(threading.Thread):
     """Owns ``agent`` (made by ``make_agent`` in this thread) and moves what the two machines want moved.
 
-    ``send`` hands a message to the control thread, ``connect`` asks it for an engine's ranks, ``renewed`` tells it that this
-    rank's keys are others now (its argument: the agent's metadata) and that all sessions must begin anew; all return at once.
+    ``send`` hands a message to the control thread, ``connect`` asks it for an engine's ranks, ``renewed`` tells it what peers
+    must know of the agent from now on, and whether all sessions must begin ``anew``; all return at once.
     ``start_and_wait`` raises what went wrong in making the agent or registering the cache. ``clock`` is the time that counts.
     """
 
@@ -91,7 +100,7 @@ class Mover(threading.Thread):
         connect: Callable[[cmd.EngineAddress], None],
         cpus: Collection[int] | None = None,
         clock: Callable[[], float] = time.monotonic,
-        renewed: Callable[[bytes], None] = lambda _metadata: None,
+        renewed: Renewed = lambda _metadata, *, anew: None,  # noqa: ARG005
     ) -> None:
         super().__init__(name=f"kvxfer-mover-{rank.rank}", daemon=True)
         self.rank = rank
@@ -127,11 +136,11 @@ class Mover(threading.Thread):
         self._mailbox: queue.SimpleQueue[cmd.Command] = queue.SimpleQueue()
         self._ready = threading.Event()
         self._start_error: BaseException | None = None
-        self._busy_since = math.inf
         self._revoking: float | None = None
         self._steps = Steps()
         self._openings = Openings(connect)
         self._next_tick = 0.0
+        self._round = Round()
 
     # --- for other threads ------------------------------------------------------------------------------------------
 
@@ -139,15 +148,17 @@ class Mover(threading.Thread):
         """Start, and return when the agent is made and the cache registered. Raises what went wrong."""
         self.start()
         if not self._ready.wait(timeout):
-            raise TransportError(
-                f"NIXL did not start and register the cache within {timeout:g} s; see NIXL_LOG_LEVEL=DEBUG"
-            )
+            raise TransportError(f"NIXL did not register the cache within {timeout:g} s; see NIXL_LOG_LEVEL=DEBUG")
         if self._start_error is not None:
             raise self._start_error
 
     def post(self, command: cmd.Command) -> None:
         """Put a command into the mailbox. Never waits; from any thread."""
         self._mailbox.put(command)
+
+    def check(self) -> None:
+        """Raise TransportError if the thread has ended, or is caught in a call: its process must then be restarted."""
+        self._round.check(str(self.rank), self._clock(), alive=self.is_alive())
 
     def stop(self, timeout: float = 5.0) -> None:
         """End the thread and close the agent."""
@@ -179,18 +190,19 @@ class Mover(threading.Thread):
 
     def busy_for(self, now: float) -> float:
         """Return for how many seconds the round that is under way has lasted; from any thread."""
-        return max(0.0, now - self._busy_since)
+        return self._round.lasts(now)
 
     def turn(self, wait: float | None = 0.0) -> bool:
         """Wait for a command (None: as long as it takes), observe, handle the mailbox, act. Returns False when stopped.
 
         The thread does nothing but this; a simulation calls it, and ``prepare``, instead of starting the thread.
         """
-        self._busy_since = math.inf
+        self._round.since = None
         first = self._take(wait)
-        self._busy_since = self._clock()
+        self._round.since = self._clock()
         terminal = self.transfers.observe()
         notifications = self.transfers.listen() if self.sink.receiving() or self.source.serving() else []
+        self._ask_for_disturbance()
         if first is not None and not self._handle_all(first):
             return False
         while (command := self._take(0.0)) is not None:
@@ -255,8 +267,9 @@ class Mover(threading.Thread):
                 self._act_on_fences(now)
             case cmd.StepEnd(fence):
                 self._steps.end(fence)
-            case cmd.Leased(rank, until):
-                self._run(self.source.leased(rank, until, now))
+            case cmd.Leased(rank, until, asked):
+                if self.transfers.reach.heard(rank, asked):
+                    self._run(self.source.leased(rank, until, now))
             case cmd.Connected(address, ranks):
                 for handoff in self._openings.connected(address, ranks):
                     self._run(self.sink.connected(handoff, ranks, now))
@@ -264,7 +277,8 @@ class Mover(threading.Thread):
                 for handoff in self._openings.unreachable(address):
                     self._run(self.sink.unreachable(handoff, reason))
             case cmd.PeerUp(rank, card):
-                self.transfers.cards[rank] = card
+                if self.transfers.up(rank, card):
+                    self._renewed(self.transfers.keeper.agent.metadata(), anew=False)
                 self._run(self.sink.peer_back(rank, now))
             case cmd.PeerLost(rank, reason, granted_until, dead):
                 self._lose(rank, reason, granted_until, now, dead=dead)
@@ -322,6 +336,10 @@ class Mover(threading.Thread):
         self._openings.lost(rank)
         self.transfers.lost(rank)
 
+    def _ask_for_disturbance(self) -> None:
+        if self.transfers.disturbed():
+            self.source.suspend()
+
     def _dispatch(self, frm: RankId, message: messages.AnyMessage, now: float) -> Iterator[Action]:
         match message:
             case messages.Register():
@@ -335,7 +353,8 @@ class Mover(threading.Thread):
             case messages.Seal():
                 yield from self.sink.seal(frm, message, now)
             case messages.Grant():
-                yield from self.sink.grant(frm, message, now)
+                if self.transfers.reach.heard(frm, message.asked):  # else it is asked for again
+                    yield from self.sink.grant(frm, message, now)
             case messages.CancelAck():
                 yield from self.sink.cancel_ack(frm, message)
             case messages.Failed():
@@ -356,14 +375,14 @@ class Mover(threading.Thread):
         self._revoking = None
         self.counters["revocations"] += 1
         logger.warning("%s: the keys of this rank's memory have been revoked; its peers connect anew", self.rank)
-        self._renewed(self.transfers.keeper.metadata)
+        self._renewed(self.transfers.keeper.metadata, anew=True)
 
     def _close_agent(self, now: float) -> None:
         """After this nothing lands that anybody has posted: every exposed handoff ends, and every session with it."""
         for one in self.transfers.close_agent():
             self._post_failed(one.side, one.number, "this rank has revoked its keys", now)
         self._run(self.sink.revoked())
-        for rank in list(self.transfers.cards):
+        for rank in self.transfers.reach.peers():
             self._lose(rank, "this rank has revoked its keys", now, now)
 
     # --- what became of transfers -----------------------------------------------------------------------------------
@@ -448,6 +467,7 @@ class Mover(threading.Thread):
         now = self._clock()
         side = "source" if isinstance(action, PostWrite) else "sink"
         try:
+            self._ask_for_disturbance()
             if self._revoking is not None:
                 raise TransportError("this rank is revoking its keys")  # noqa: TRY301
             posted = self.transfers.post(action)

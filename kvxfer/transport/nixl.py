@@ -2,118 +2,136 @@
 
 NIXL's own progress thread stays off: it spins (an idle engine then burns a whole core, measured on vLLM 0.29 with NIXL
 1.4.1). The mover progresses the fabric when there is something to wait for, and only then.
+
+What NIXL's calls do when a peer dies is told in ``nixl_raw``. Two things are decided here.
+
+* **Who failed.** NIXL's errors name nobody. When all transfers under way go to one peer, it is that peer's connection that
+  broke, and all of them have failed. When they go to several, or another was posted to just before, none is blamed: those
+  that still end well are done, the others fail when their peer is ``lost``, at the latest after ``DOUBT`` seconds.
+* **Which NIXL agent.** One of them can meet a limited number of peers in its life. When it has met enough, ``meet`` makes the
+  next, under a name of its own; peers that know the old one go on with it, and with the last of them it is closed. Outside
+  this module a peer has one name, whichever of its NIXL agents it is met by.
 """
 
 from __future__ import annotations
 
+import logging
+import re
+import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from kvxfer.errors import TransportError
 from kvxfer.transport.agent import Status
-from kvxfer.transport.native import ensure_native_libraries
+from kvxfer.transport.nixl_raw import RawAgent
+from kvxfer.transport.nixl_rescue import rescue
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from kvxfer.layout.blocks import Descriptors
 
+logger = logging.getLogger("kvxfer.nixl")
+
 BACKENDS = ("LIBFABRIC", "UCX")
 
-_ERRORS = 20_000
-"""Most errors that are read away at once."""
+DOUBT = 60.0
+"""Seconds after which a transfer has failed that was under way when some connection broke, and has not ended since."""
 
 _STATUS = {"DONE": Status.DONE, "PROC": Status.PENDING}
 
+_LATER = re.compile(r"~\d+\Z")
+
 
 class NixlAgent:
-    """One NIXL agent with one backend.
+    """The agent of one rank: one NIXL agent at a time for new peers, earlier ones for those that know them.
 
     Raises TransportError or NativeLibraryError when NIXL or the backend's plugin cannot be loaded, saying what to install.
     ``options`` are the backend's own parameters, as strings.
     """
 
     def __init__(self, name: str, backend: str = "LIBFABRIC", options: Mapping[str, str] | None = None) -> None:
-        ensure_native_libraries(backend)
-        from nixl._api import nixl_agent, nixl_agent_config
-
         self.name = name
         self.backend = backend
-        self._kept: list[tuple[str, bytes]] = []  # notifications that arrived while errors were read away
-        self._soiled = False  # a connection broke: its errors may wait in the completion queue
-        try:
-            # Telemetry off: asking for it can raise when it is not compiled in, and the records have the times.
-            self._agent: Any = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=[]))
-            plugins = self._agent.get_plugin_list()
-        except Exception as error:
-            raise TransportError(f"NIXL could not create the agent {name!r}: {error}") from error
-        if backend not in plugins:
-            raise TransportError(
-                f"NIXL has no plugin {backend!r} (it has {', '.join(plugins) or 'none'}): install a nixl wheel that ships "
-                f"libplugin_{backend}.so, or point NIXL_PLUGIN_DIR at it"
-            )
-        try:
-            self._agent.create_backend(backend, dict(options or {}))
-        except Exception as error:
-            raise TransportError(
-                f"NIXL's {backend} plugin did not start: {error}. Run with NIXL_LOG_LEVEL=DEBUG to see why; "
-                "on a host without EFA set FI_PROVIDER=tcp"
-            ) from error
+        self._options = dict(options or {})
+        self._registered: list[tuple[Sequence[tuple[int, int, int]], str]] = []
+        self._raw = RawAgent(name, backend, self._options)
+        self._made = 1
+        self._all = [self._raw]
+        self._of_peer: dict[str, tuple[RawAgent, str]] = {}  # with the peer's name in NIXL
+        self._under_way: list[_Posted] = []
+        self._posted_at: dict[str, float] = {}
+        self._disturbed = False
+        self._call: tuple[str, object] | None = None
 
     def register(self, spans: Sequence[tuple[int, int, int]], memory: str) -> None:
         """Register spans with the backend."""
-        if f"{memory}_SEG" not in self._agent.get_backend_mem_types(self.backend):
-            offered = ", ".join(self._agent.get_backend_mem_types(self.backend)) or "nothing"
-            raise TransportError(
-                f"NIXL's {self.backend} backend cannot register {memory} memory here (it offers {offered}). LIBFABRIC offers "
-                'device memory only over EFA; without EFA set "backend": "UCX", or keep the KV cache in host memory'
-            )
-        try:
-            self._agent.register_memory([(*span, "") for span in spans], memory, backends=[self.backend])
-        except Exception as error:
-            total = sum(length for _, length, _ in spans)
-            raise TransportError(
-                f"NIXL could not register {len(spans)} spans of {memory} memory, {total:,} bytes in all, with "
-                f"{self.backend}: {error}. Check ulimit -l (locked memory) and NIXL_LOG_LEVEL=DEBUG"
-            ) from error
+        self._raw.register(spans, memory)
+        self._registered.append((spans, memory))
 
     def metadata(self) -> bytes:
-        """Return NIXL's metadata of this agent."""
-        metadata: bytes = self._agent.get_agent_metadata()
-        return metadata
+        """Return NIXL's metadata of the agent that new peers are to know."""
+        return self._raw.metadata()
 
-    def add_peer(self, metadata: bytes) -> str:
-        """Load a peer's metadata."""
-        self._settle()
-        try:
-            name = self._agent.add_remote_agent(metadata)
-        except Exception:  # noqa: BLE001 - the last of the errors may have come just now
-            self._settle()
-            try:
-                name = self._agent.add_remote_agent(metadata)
-            except Exception as error:
-                raise TransportError(f"NIXL could not load a peer's metadata: {error}") from error
-        return name.decode() if isinstance(name, bytes) else str(name)
+    def meet(self, name: str) -> bool:
+        """Note that a peer knows ``metadata()``; True when that has changed for whoever comes next."""
+        self._raw.meet(name)
+        if not self._raw.full:
+            return False
+        self._made += 1
+        fresh = RawAgent(f"{self.name}~{self._made}", self.backend, self._options)
+        for spans, memory in self._registered:
+            fresh.register(spans, memory)
+        logger.info("%s has met as many peers as one NIXL agent can; new ones meet %s", self._raw.name, fresh.name)
+        self._raw = fresh
+        self._all.append(fresh)
+        return True
+
+    def add_peer(self, metadata: bytes, name: str = "") -> str:
+        """Load a peer's metadata and connect it."""
+        raw = self._raw
+        with self._about(name):
+            known_as = raw.connect(metadata)
+        name = _LATER.sub("", known_as)
+        raw.meet(name)
+        self._of_peer[name] = (raw, known_as)
+        return name
+
+    def lost(self, name: str) -> None:
+        """Note that a peer's process is lost: writes to it have failed, and reads if their connection may have broken.
+
+        A read from a process that is only out of hearing may still land here; it stays under way until NIXL says otherwise.
+        """
+        for one in [one for one in self._under_way if one.peer == name and (one.write or one.doubted)]:
+            self._end(one, Status.FAILED)
 
     def remove_peer(self, name: str) -> None:
-        """Invalidate a peer's metadata; NIXL's refusals are of no consequence, since names are unique per incarnation."""
-        try:
-            self._agent.remove_remote_agent(name)
-        except Exception as error:
-            raise TransportError(f"NIXL would not forget {name}: {error}") from error
+        """Forget a peer, whose transfers are terminal."""
+        self._posted_at.pop(name, None)
+        raw, known_as = self._of_peer.pop(name, (None, name))
+        if raw is not None:
+            raw.disconnect(known_as)
+        for each in list(self._all):
+            each.part(name)
+            if each is not self._raw and each.deserted:
+                self._all.remove(each)
+                each.close()
 
     def post(
         self, operation: str, local: Descriptors, remote: Descriptors, memory: str, peer: str, notification: bytes = b""
     ) -> Any:
         """Create and post a transfer; it may be terminal already when this returns."""
-        agent = self._agent
-        if self._soiled:
-            self._settle()
+        if peer not in self._of_peer:
+            raise TransportError(f"{peer} is not connected")
+        raw, known_as = self._of_peer[peer]
+        self._progress(raw)
+        nixl = raw.nixl
         try:
-            handle = agent.initialize_xfer(
+            handle = nixl.initialize_xfer(
                 operation,
-                agent.get_xfer_descs(local, memory),
-                agent.get_xfer_descs(remote, memory),
-                peer,
+                nixl.get_xfer_descs(local, memory),
+                nixl.get_xfer_descs(remote, memory),
+                known_as,
                 notification,
                 [self.backend],
             )
@@ -122,75 +140,119 @@ class NixlAgent:
                 f"NIXL refused a {operation} of {len(local)} descriptors to {peer}: {error}"
             ) from error
         try:
-            state = agent.transfer(handle)
+            with self._about(peer):
+                state = nixl.transfer(handle)
         except Exception as error:
-            self._soiled = True
+            raw.keep(handle)
+            self._disturbed = True
             raise TransportError(f"NIXL could not post a {operation} to {peer}: {error}") from error
-        return _Posted(handle, _STATUS.get(state, Status.FAILED))
+        posted = _Posted(raw, handle, peer, write=operation == "WRITE")
+        self._under_way.append(posted)
+        self._posted_at[peer] = time.monotonic()
+        status = _STATUS.get(state, Status.FAILED)
+        if status is not Status.PENDING:
+            self._end(posted, status)
+        return posted
 
-    def status(self, transfer: Any) -> Status:
+    def status(self, transfer: _Posted) -> Status:
         """Ask NIXL, which progresses the backend on the way."""
-        if transfer.last is Status.PENDING:
+        if transfer.status is Status.PENDING:
+            self._progress(transfer.raw)
+        if transfer.status is Status.PENDING:
             try:
-                transfer.last = _STATUS.get(self._agent.check_xfer_state(transfer.handle), Status.FAILED)
-            except Exception:  # noqa: BLE001 - NIXL raises its own classes for a transfer that failed
-                transfer.last = Status.FAILED
-            self._soiled = self._soiled or transfer.last is Status.FAILED
-        status: Status = transfer.last
-        return status
+                status = _STATUS.get(transfer.raw.nixl.check_xfer_state(transfer.handle), Status.FAILED)
+            except Exception:  # noqa: BLE001 - an error that came just now: it is final in NIXL's eyes
+                status = Status.FAILED
+            if status is Status.FAILED:
+                self._disturbed = True
+            elif status is Status.PENDING and transfer.doubted and time.monotonic() - transfer.doubted > DOUBT:
+                status = Status.FAILED
+            if status is not Status.PENDING:
+                self._end(transfer, status)
+        return transfer.status
 
-    def release(self, transfer: Any) -> None:
+    def release(self, transfer: _Posted) -> None:
         """Release a terminal transfer's handle."""
+        if transfer.status is not Status.DONE:
+            transfer.raw.keep(transfer.handle)
+            return
         try:
             transfer.handle.release()
         except Exception as error:
             raise TransportError(f"NIXL would not release a transfer: {error}") from error
 
     def notifications(self) -> list[tuple[str, bytes]]:
-        """Take what has arrived from all peers. Raises TransportError for the error of a broken connection, once for each."""
-        kept, self._kept = self._kept, []
+        """Take what has arrived from all peers, under the names by which the peers are known."""
+        arrived = []
+        for raw in self._all:
+            self._progress(raw)
+            arrived += [(_LATER.sub("", name), message) for name, message in raw.arrived()]
+        return arrived
+
+    def interrupt(self, name: str) -> None:
+        """Make a call return that is under way about a peer which is lost. From any thread; returns at once."""
+        call = self._call
+        if call is not None and call[0] == name and self.backend == "LIBFABRIC":
+            rescue(name, lambda: self._call is call)
+
+    @contextmanager
+    def _about(self, peer: str) -> Iterator[None]:
+        """Mark a call to NIXL that may not return while ``peer`` does not answer."""
+        self._call = (peer, object())
         try:
-            return kept + self._take()
-        except Exception as error:
-            self._kept, self._soiled = kept, True
-            raise TransportError(f"NIXL reports a broken connection: {error}") from error
+            yield
+        finally:
+            self._call = None
+            self._take_blame()
 
-    def _take(self) -> list[tuple[str, bytes]]:
-        arrived = self._agent.get_new_notifs()
-        return [(_text(name), message) for name, messages in arrived.items() for message in messages]
-
-    def _settle(self) -> None:
-        """Read the errors of broken connections away.
-
-        Each transfer that was under way to a peer that died leaves one in the completion queue, and NIXL's LIBFABRIC backend
-        takes the next one for an error of whatever it does next, for another peer too (seen with NIXL 1.4.1 over tcp, when a
-        killed engine came back). Progressing takes one away each time; nothing is clean before that has gone well twice.
-        """
-        clean = 0
-        for _ in range(_ERRORS):
-            try:
-                self._kept += self._take()
-                clean += 1
-            except Exception:  # noqa: BLE001 - one error less
-                clean = 0
-            if clean == 2:  # noqa: PLR2004
-                self._soiled = False
-                return
+    def disturbed(self) -> bool:
+        """Tell, once, that some connection broke."""
+        told, self._disturbed = self._disturbed, False
+        return told
 
     def close(self) -> None:
-        """Destroy the agent: NIXL deregisters and disconnects in its destructor."""
-        self._agent = None
+        """Destroy what is left."""
+        for raw in self._all:
+            raw.close()
+        self._all.clear()
+
+    def _progress(self, raw: RawAgent) -> None:
+        raw.progress()
+        self._take_blame()
+
+    def _take_blame(self) -> None:
+        """Find out whom the errors concern that have been read away."""
+        for raw in self._all:
+            if not raw.broken:
+                continue
+            raw.broken, self._disturbed = False, True
+            now = time.monotonic()
+            under_way = [one for one in self._under_way if one.raw is raw]
+            suspects = {one.peer for one in under_way}
+            # The notification of a transfer that is done may be among what broke.
+            suspects |= {
+                name for name, at in self._posted_at.items() if now - at < DOUBT and self._of_peer[name][0] is raw
+            }
+            for one in under_way:
+                if len(suspects) == 1:
+                    self._end(one, Status.FAILED)
+                else:
+                    one.doubted = one.doubted or now
+
+    def _end(self, one: _Posted, status: Status) -> None:
+        one.status = status
+        self._under_way.remove(one)
 
 
 class _Posted:
-    """A transfer handle and its last known status."""
+    """A posted transfer: its last known status, and since when it may have been among those that broke."""
 
-    __slots__ = ("handle", "last")
+    __slots__ = ("doubted", "handle", "peer", "raw", "status", "write")
 
-    def __init__(self, handle: Any, last: Status) -> None:
+    def __init__(self, raw: RawAgent, handle: Any, peer: str, *, write: bool) -> None:
+        self.raw = raw
         self.handle = handle
-        self.last = last
-
-
-def _text(name: str | bytes) -> str:
-    return name.decode() if isinstance(name, bytes) else name
+        self.peer = peer
+        self.write = write
+        self.status = Status.PENDING
+        self.doubted = 0.0

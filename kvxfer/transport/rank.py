@@ -51,6 +51,7 @@ class RankThreads:
             me, layout, make_agent, settings, self.control.send, self.control.connect, cpus, renewed=self._renew
         )
         self._mover_timeout = mover_timeout
+        self._make_card: Callable[[bytes], RankCard]
         self._card: RankCard | None = None
 
     def start(self, card: Callable[[bytes], RankCard]) -> None:
@@ -60,8 +61,8 @@ class RankThreads:
         except KvxferError:
             self.control.stop()
             raise
-        self._card = card(self.mover.transfers.keeper.metadata)
-        self.control.present(self._card)
+        self._make_card = card
+        self._renew(self.mover.transfers.keeper.metadata, anew=False)
         self.control.start()
 
     def stop(self) -> None:
@@ -69,10 +70,13 @@ class RankThreads:
         self.mover.stop()
         self.control.stop()
 
-    def _renew(self, metadata: bytes) -> None:
-        assert self._card is not None, "keys are revoked after the start"
-        self._card = msgspec.structs.replace(self._card, agent=metadata)
-        self.control.renew(self._card)
+    def _renew(self, metadata: bytes, *, anew: bool) -> None:
+        """Tell whoever asks from now on how to reach the mover's agent; ``anew``: what peers know is not true any more."""
+        self._card = self._make_card(metadata)
+        if anew:
+            self.control.renew(self._card)
+        else:
+            self.control.present(self._card)
 
     # --- the control channel's listener -----------------------------------------------------------------------------
 
@@ -92,14 +96,15 @@ class RankThreads:
     def on_lost(self, rank: RankId, reason: str, granted_until: float, *, dead: bool) -> None:
         """Tell the mover that a peer is lost."""
         self.mover.post(cmd.PeerLost(rank, reason, granted_until, dead))
+        self.mover.transfers.interrupt(rank.agent)
 
     def on_ended(self, rank: RankId) -> None:
         """Tell the mover that the process of a peer which was lost before has ended."""
         self.mover.post(cmd.PeerEnded(rank))
 
-    def on_lease(self, rank: RankId, until: float) -> None:
+    def on_lease(self, rank: RankId, until: float, asked: float) -> None:
         """Tell the mover until when it may post."""
-        self.mover.post(cmd.Leased(rank, until))
+        self.mover.post(cmd.Leased(rank, until, asked))
 
     def on_outcome(self, outcome: Outcome) -> None:
         """Tell the mover how a call ended."""

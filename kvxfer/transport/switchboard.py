@@ -53,8 +53,8 @@ class Listener(Protocol):
     def on_ended(self, rank: RankId) -> None:
         """The process of a peer that was lost before is known to have ended."""
 
-    def on_lease(self, rank: RankId, until: float) -> None:
-        """The process may post against the peer's memory until then."""
+    def on_lease(self, rank: RankId, until: float, asked: float) -> None:
+        """The process may post against the peer's memory until then; the peer has answered what was said at ``asked``."""
 
     def on_outcome(self, outcome: Outcome) -> None:
         """A call that was asked for has ended."""
@@ -243,7 +243,7 @@ class Switchboard:
             return
         session.liveness.hear(message.sent, message.echo, message.lease, now)
         if session.liveness.may_post_until > now:
-            self._listener.on_lease(sender, session.liveness.may_post_until)
+            self._listener.on_lease(sender, session.liveness.may_post_until, message.echo)
 
     def _hello(self, sender: RankId, message: messages.Hello, route: Hashable, now: float) -> None:
         if self.sessions.card is None and self.me.rank >= 0:
@@ -296,7 +296,7 @@ class Switchboard:
         # At once, so that the peer holds a lease before the first registration reaches it.
         self._say(session.route, sender.incarnation, session.liveness.beat(now))
         self._listener.on_up(sender, session.card)
-        self._listener.on_lease(sender, session.liveness.may_post_until)
+        self._listener.on_lease(sender, session.liveness.may_post_until, message.echo)
         self._report(self._dialer.opened(sender))
 
     def _lose(self, lost: Iterable[Lost]) -> None:

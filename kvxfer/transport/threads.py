@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from kvxfer.errors import TransportError
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -15,3 +18,29 @@ def run_on(cpus: Collection[int] | None) -> None:
     if cpus:
         with contextlib.suppress(OSError):
             os.sched_setaffinity(0, cpus)  # 0 is the calling thread, not the process
+
+
+STUCK = 90.0
+"""Seconds in one round after which a thread is caught for ever. NIXL itself waits up to 60 s for a peer's handshake."""
+
+
+@dataclass(slots=True)
+class Round:
+    """When a thread's round began, for those who depend on it; None while it waits for something to do."""
+
+    since: float | None = None
+
+    def lasts(self, now: float) -> float:
+        """Return for how many seconds the round that is under way has lasted."""
+        since = self.since
+        return 0.0 if since is None else now - since
+
+    def check(self, who: str, now: float, *, alive: bool) -> None:
+        """Raise TransportError if the thread has ended, or is caught in a call: its process must then be restarted."""
+        if not alive:
+            raise TransportError(f"{who}: the mover has ended; what it wrote last is in this log. Restart the engine")
+        if self.lasts(now) > STUCK:
+            raise TransportError(
+                f"{who}: a call to NIXL has not returned for {STUCK:g} s; most likely its peer died at that moment. "
+                "No handoff can go on in this process: restart the engine"
+            )

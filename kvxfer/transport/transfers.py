@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from kvxfer.errors import TransportError
 from kvxfer.layout.blocks import block_span, plan_blocks
 from kvxfer.protocol.actions import PostWrite
-from kvxfer.protocol.ids import shown
 from kvxfer.protocol.messages import Written, pack_written
 from kvxfer.transport.agent import Status
 from kvxfer.transport.keeper import AgentKeeper
+from kvxfer.transport.reach import Reach
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,8 +52,7 @@ class Transfers:
         self.layout = layout
         self.keeper = AgentKeeper(make_agent, layout)
         self.in_flight: list[InFlight] = []
-        self.cards: dict[RankId, RankCard] = {}
-        self._names: dict[RankId, str] = {}
+        self.reach = Reach()
         self._clock = clock
 
     @property
@@ -63,33 +62,35 @@ class Transfers:
 
     # --- peers ------------------------------------------------------------------------------------------------------
 
+    def up(self, rank: RankId, card: RankCard) -> bool:
+        """Note that a session with a peer was opened. True when whoever comes next needs the agent's new metadata."""
+        self.reach.up(rank, card)
+        return self.keeper.agent.meet(rank.agent)
+
     def lost(self, rank: RankId) -> None:
         """Forget a peer, and its agent when nothing of ours is under way to it."""
-        self.cards.pop(rank, None)
-        name = self._names.pop(rank, None)
-        if name is not None:
-            self._forget(name)
+        self.reach.lost(rank)
+        self.keeper.agent.lost(rank.agent)
+        self._forget(rank.agent)
+
+    def interrupt(self, name: str) -> None:
+        """Make a call about a peer that is lost return, if one is under way. From any thread; returns at once."""
+        self.keeper.agent.interrupt(name)
+
+    def disturbed(self) -> bool:
+        """Tell, once, that some peer's connection broke. Until a peer has answered what was said later, it is not posted to."""
+        if not self.keeper.agent.disturbed():
+            return False
+        self.reach.doubt(self._clock())
+        return True
 
     def _forget(self, name: str) -> None:
-        if name in self._names.values() or any(one.peer == name for one in self.in_flight):
+        if self.reach.has(name) or any(one.peer == name for one in self.in_flight):
             return
         try:
             self.keeper.agent.remove_peer(name)
         except Exception as error:  # noqa: BLE001 - names are never used twice, so this one can stay
             logger.info("%s", error)
-
-    def _peer(self, peer: RankId) -> tuple[str, RankCard]:
-        """Return a peer's agent name and card, making its memory reachable first if it is not."""
-        card = self.cards.get(peer)
-        if card is None:
-            raise TransportError(f"{peer} has no open session")
-        name = self._names.get(peer)
-        if name is None:
-            name = self.keeper.agent.add_peer(card.agent)
-            if name != peer.agent:
-                raise TransportError(f"{peer} shows the memory of {shown(name)} for its own")
-            self._names[peer] = name
-        return name, card
 
     # --- transfers --------------------------------------------------------------------------------------------------
 
@@ -97,7 +98,7 @@ class Transfers:
         """Plan and post a transfer. Raises whatever kept it from being posted whole."""
         write = isinstance(action, PostWrite)
         peer = action.to if isinstance(action, PostWrite) else action.frm
-        name, card = self._peer(peer)
+        name, card = self.reach.of(peer, self.keeper.agent)
         mine, theirs = (action.source_blocks, action.source_first), (action.sink_blocks, action.sink_first)
         if not write:
             mine, theirs = theirs, mine
@@ -156,7 +157,6 @@ class Transfers:
             self._release(one)
         self.keeper.close()
         stopped, self.in_flight = self.in_flight, []
-        self._names.clear()
         return stopped
 
     def _release(self, one: InFlight) -> None:

@@ -166,14 +166,30 @@ class TwinAgent:
         """Return name, key and spans."""
         return msgspec.msgpack.encode(_Metadata(self.name, self.key, self.spans))
 
-    def add_peer(self, metadata: bytes) -> str:
+    def add_peer(self, metadata: bytes, name: str = "") -> str:
         """Learn a peer's name, key and spans."""
+        del name
         try:
             peer = msgspec.msgpack.decode(metadata, type=_Metadata)
         except msgspec.MsgspecError as error:
             raise TransportError(f"not a twin's metadata: {error}") from None
         self.peers[peer.name] = peer
         return peer.name
+
+    def meet(self, name: str) -> bool:
+        """A twin can meet anybody."""
+        del name
+        return False
+
+    def lost(self, name: str) -> None:
+        """Nothing to do: what is posted to an agent that is gone fails by itself."""
+
+    def interrupt(self, name: str) -> None:
+        """A twin's calls return."""
+
+    def disturbed(self) -> bool:
+        """A twin's failures have owners."""
+        return False
 
     def remove_peer(self, name: str) -> None:
         """Forget a peer."""

@@ -27,9 +27,10 @@ class Driver:
         backend = options.pop("backend", "LIBFABRIC")
         # A release of another wire version differs in this number at least.
         messages.WIRE_VERSION = auth.WIRE_VERSION = options.pop("wire", messages.WIRE_VERSION)
+        timing = options.pop("timing", (0.5, 5.0, 2.0, 0.2))
         self.rank = Rank(
             make_agent=lambda name: NixlAgent(name, backend),
-            timing=Timing(0.5, 5.0, 2.0, 0.2),
+            timing=Timing(*timing),
             secret=load_secret(),
             **options,
         )

@@ -80,7 +80,7 @@ class Engine:
     def on_lost(self, rank, reason, granted_until, *, dead) -> None:
         self.heard.append(("lost", rank, reason))
 
-    def on_lease(self, rank, until) -> None:
+    def on_lease(self, rank, until, asked) -> None:
         self.leases.append(until)
 
     def on_outcome(self, outcome) -> None:

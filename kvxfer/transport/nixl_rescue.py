@@ -1,0 +1,65 @@
+"""A way out of a call to NIXL that does not return because its peer is dead.
+
+NIXL's LIBFABRIC plugin repeats a post for as long as libfabric says "try again", and over tcp libfabric says so for as long as it
+can try to connect: for ever, once the peer's process is gone (NIXL 1.4.1, libfabric 2; the stack was looked at). The thread
+spins in there, without Python's lock, and neither library has a time-out or a way to cancel.
+
+What ends it is an attempt that fails at once instead of later. Each attempt makes a socket; so for a moment this process may not
+open files. The soft limit of open files is lowered to what is open, until the call has returned, ``MOMENT`` seconds at a time:
+whoever else opens a file in that time sees "too many open files". It is done only when the peer is known to be lost, and a
+call about it is under way; the alternative is a process that moves nothing any more.
+"""
+
+from __future__ import annotations
+
+import logging
+import resource
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+logger = logging.getLogger("kvxfer.nixl")
+
+MOMENT = 0.05
+"""Seconds for which no file can be opened. An attempt to connect takes some 50 µs."""
+
+PAUSE = 1.0
+"""Seconds between two moments."""
+
+_lock = threading.Lock()
+
+
+def rescue(peer: str, under_way: Callable[[], bool]) -> threading.Thread:
+    """Begin to make the call about ``peer`` return, as long as it is ``under_way``; in a thread of its own."""
+    thread = threading.Thread(target=_run, args=(peer, under_way), name="kvxfer-rescue", daemon=True)
+    thread.start()
+    return thread
+
+
+def _run(peer: str, under_way: Callable[[], bool]) -> None:
+    logger.warning("a call to NIXL about %s, which is lost, does not return: it is made to fail", peer)
+    while under_way():
+        with _lock:
+            _moment(under_way)
+        if under_way():
+            time.sleep(PAUSE)
+
+
+def _moment(under_way: Callable[[], bool]) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (_lowest_free(), hard))
+    try:
+        end = time.monotonic() + MOMENT
+        while under_way() and time.monotonic() < end:
+            time.sleep(0.0005)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def _lowest_free() -> int:
+    taken = {int(entry.name) for entry in Path("/proc/self/fd").iterdir()}
+    return next(number for number in range(len(taken) + 1) if number not in taken)
