@@ -363,14 +363,14 @@ def read_body(envelope: Envelope) -> AnyMessage:
         message = _body.decode(envelope.body)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise RemoteProtocolError(f"malformed message from {envelope.sender}: {shown(str(error), 300)}") from None
-    size, limit = memoryview(envelope.body).nbytes, _LIMITS.get(type(message), MAX_SMALL_BYTES)
-    if size > limit:
+    size = memoryview(envelope.body).nbytes
+    if size > MAX_SMALL_BYTES and size > (limit := _LIMITS.get(type(message), MAX_SMALL_BYTES)):
         what = type(message).__name__
         raise RemoteProtocolError(f"{what} of {size:,} bytes from {envelope.sender} is above its limit of {limit:,}")
-    if isinstance(message, Refused | Cancel | Release | Failed):
+    if isinstance(message, _WITH_A_REASON):
         if not message.reason.isprintable() or len(message.reason) > MAX_REASON:
             message = msgspec.structs.replace(message, reason=shown(message.reason, MAX_REASON))
-    elif isinstance(message, Register | Grant) and len(message.blocks) % 4:
+    elif isinstance(message, (Register, Grant)) and len(message.blocks) % 4:
         raise RemoteProtocolError(
             f"{envelope.sender} names blocks in {len(message.blocks)} bytes: ids are of four each"
         )
@@ -387,6 +387,8 @@ def unpack(packed: bytes) -> tuple[Envelope, AnyMessage]:
 
 MAX_REASON = 2000
 """Characters of a peer's reason that are kept."""
+
+_WITH_A_REASON = (Refused, Cancel, Release, Failed)
 
 _LIMITS: dict[type, int] = {
     Hello: MAX_CARD_BYTES,

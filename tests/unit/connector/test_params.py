@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import msgspec
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from kvxfer import addresses
 from kvxfer.connector.params import ParamsError, SinkParams, SourceParams, parse
 from kvxfer.protocol.ids import MAX_ID_LENGTH, HandoffId
 from kvxfer.transport.commands import EngineAddress
@@ -34,6 +37,10 @@ _JSON = st.recursive(
 @example(D, {**SINK, "remote_port": float("nan")})
 @example(D, {**SINK, "remote_port": 10**6000})
 @example(D, {"do_remote_prefill": 1})
+@example(D, {**SINK, "remote_host": "x" * 1_000_000})
+@example(D, {**SINK, "remote_host": "[" * 200})
+@example(D, {**SINK, "remote_host": "a\nb\x1b[2J"})
+@example(D, {**SINK, "transfer_id": "x" * 1_000_000})
 def test_anything_is_read_or_refused_in_words_and_what_is_read_can_be_sent(request_id, params) -> None:
     """An error of any other kind would end the engine core."""
     try:
@@ -42,13 +49,42 @@ def test_anything_is_read_or_refused_in_words_and_what_is_read_can_be_sent(reque
         read, said = None, str(error)
     else:
         said = ""
-    assert len(said) < 300, "repeats what may be large or hostile"
+    assert len(said) < 1200, "repeats what may be large"
+    assert said.isprintable(), "repeats what may be hostile"
     if read is not None:
         assert len(read.handoff.transfer) <= MAX_ID_LENGTH
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(read.handoff), type=HandoffId) == read.handoff
     if isinstance(read, SinkParams):
         assert 0 < read.source.port < 65536
         assert read.source.host.encode()
+        assert str(read.source).isprintable()
+        assert not addresses.is_wildcard(read.source.host)
+
+
+@given(
+    st.recursive(
+        _JSON, lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from(KEYS) | st.text(), inner), max_leaves=30
+    )
+)
+def test_arbitrary_json_raises_nothing_but_what_says_why(params) -> None:
+    with contextlib.suppress(ParamsError):
+        parse(D, params)
+    for key in KEYS:
+        with contextlib.suppress(ParamsError):
+            parse(D, {**SINK, key: params})
+
+
+def test_what_is_nested_deeply_is_described_without_being_walked() -> None:
+    value: object = []
+    for _ in range(100_000):
+        value = [value]
+    for key in [key for key in KEYS if key not in ("remote_block_ids", "do_remote_prefill")]:
+        with pytest.raises(ParamsError, match=f"{key} is a list"):
+            parse(
+                D,
+                {**SINK, "transfer_id": None, key: value}
+                | ({"do_remote_prefill": False, "do_remote_decode": True} if key == "kvxfer_probe" else {}),
+            )
 
 
 @pytest.mark.parametrize(
@@ -99,6 +135,11 @@ def test_a_probe_is_a_source_that_hands_nothing_over() -> None:
     assert parse(P, {"do_remote_decode": True, "kvxfer_probe": True}).probe
 
 
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_an_ipv6_address_is_read_with_and_without_brackets(host) -> None:
+    assert parse(D, {**SINK, "remote_host": host}).source.host == "::1"
+
+
 def test_a_port_in_digits_is_a_port() -> None:
     assert parse(D, {**SINK, "remote_port": "5600"}).source.port == 5600
 
@@ -114,6 +155,9 @@ def test_a_port_in_digits_is_a_port() -> None:
         ({"do_remote_decode": True, "transfer_id": "\ud800"}, "transfer_id is a string of 1 characters"),
         ({**SINK, "remote_host": None}, "remote_host is missing"),
         ({**SINK, "remote_host": ""}, "remote_host is missing"),
+        ({**SINK, "remote_host": "::"}, "remote_host is ::, which names no host: set advertise_host"),
+        ({**SINK, "remote_host": "fe80::1%eth0"}, "remote_host: 'fe80::1%eth0' has a zone id"),
+        ({**SINK, "remote_host": "::1:5600:x"}, "remote_host: '::1:5600:x' is not an IPv6 address"),
         ({**SINK, "remote_host": 5}, "remote_host is 5, not a string"),
         ({**SINK, "remote_port": None}, "remote_port is missing"),
         ({**SINK, "remote_port": True}, "remote_port is True"),
