@@ -62,7 +62,7 @@ class _Knocked:
 
     address: EngineAddress
     to: RankId | None
-    first: Callable[[float], Message]
+    first: Message
 
 
 class Links:
@@ -93,7 +93,7 @@ class Links:
 
     # --- what leaves ------------------------------------------------------------------------------------------------
 
-    def knock(self, address: EngineAddress, to: RankId | None, first: Callable[[float], Message]) -> bytes:
+    def knock(self, address: EngineAddress, to: RankId | None, first: Message) -> bytes:
         """Make what a dialed connection begins with; ``first`` follows when it is answered."""
         nonce = self._fresh(auth.NONCE_BYTES)
         self._knocked[nonce] = _Knocked(address, to, first)
@@ -223,7 +223,7 @@ class Links:
             )
         there, back = self._secret.keys(self.me, listener, proof.link)
         link = self._dialed[proof.link] = self._by_route[route] = Link(proof.link, listener, there, back, route, now)
-        self._put(route, pack(self.me, listener.incarnation, knocked.first(now), link.prove))
+        self._put(route, pack(self.me, listener.incarnation, knocked.first, link.prove))
 
     def _is_gone(self, link: Link, envelope: Envelope, proof: Proof) -> bool:
         sender = envelope.sender

@@ -108,7 +108,7 @@ class _Asker:
             return messages.unpack(self._receive(dealer, where))[1]
         links = Links(self._me, self._secret, lambda _route, packed: dealer.send(packed))
         anybody = EngineAddress("", 0, "")
-        dealer.send(links.knock(anybody, None, lambda _now: question))
+        dealer.send(links.knock(anybody, None, question))
         while True:
             envelope = messages.open_envelope(self._receive(dealer, where))
             if isinstance(envelope, messages.Refusal):

@@ -6,6 +6,7 @@ The attacker hears everything, and may say anything to anybody, by any connectio
 from __future__ import annotations
 
 import itertools
+import random
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -48,6 +49,17 @@ class Net:
             process, route, packed = self.queue.popleft()
             self.tapped.append((process, route, packed))
             process.board.receive(packed, route, self.now)
+
+    def run_in_any_order(self, draw: random.Random) -> None:
+        """Keep the order on each connection only; time passes."""
+        while self.queue:
+            ways = {}
+            for one in self.queue:
+                ways.setdefault(one[1][:2], one)
+            one = draw.choice(list(ways.values()))
+            self.queue.remove(one)
+            self.now += 0.001
+            one[0].board.receive(one[2], one[1], self.now)
 
 
 class Process:
@@ -305,6 +317,22 @@ def test_a_connection_that_is_made_anew_goes_on_with_its_link(net, pair) -> None
     p.board.send(d.me, messages.Seal(HandoffId("x"), 1, 0, 4))
     net.run()
     assert d.heard[-1] == (p.me, messages.Seal(HandoffId("x"), 1, 0, 4))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_two_that_call_each_other_open_one_session_whatever_crosses(net, seed) -> None:
+    draw = random.Random(seed)
+    p, d = Process(net, "p"), Process(net, "d")
+    d.board.call(p.address, net.now)
+    for _ in range(draw.randrange(6)):
+        if net.queue:
+            process, route, packed = net.queue.popleft()
+            process.board.receive(packed, route, net.now)
+    p.board.call(d.address, net.now)
+    net.run_in_any_order(draw)
+    for mine, other in ((p, d), (d, p)):
+        assert ("outcome", (other.me,), None) in mine.heard
+        assert [one for one in mine.heard if one[0] == "lost"] == []
 
 
 # --- forgery ----------------------------------------------------------------------------------------------------------
