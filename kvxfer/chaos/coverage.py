@@ -7,6 +7,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from kvxfer.protocol import peers, sink, source
+from kvxfer.protocol.source_delivery import Delivery
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ Coverage = dict[str, Counter[str]]
 def counting(coverage: Coverage) -> Iterator[None]:
     """Count every transition of every machine until the end of the block."""
     saved: list[tuple[type, Any]] = []
-    machines: tuple[tuple[str, type], ...] = (("source", source.Source), ("sink", sink.Sink), ("peers", peers.Peer))
+    machines: tuple[tuple[str, type], ...] = (("source", Delivery), ("sink", sink.Sink), ("peers", peers.Peer))
     for name, cls in machines:
         original = vars(cls)["_step"]
         saved.append((cls, original))

@@ -46,7 +46,7 @@ class Fabric(TwinFabric):
         return at
 
     def _finish(self, transfer: TwinTransfer) -> None:
-        peer = self.agents.get(transfer.peer)
+        peer = self.reachable(transfer)
         rows = list(zip(transfer.local.tolist(), transfer.remote.tolist(), strict=True))
         torn = self._draw(self.faults.fail_transfer)
         if peer is None:
@@ -65,7 +65,7 @@ class Fabric(TwinFabric):
 
     def _copy(self, transfer: TwinTransfer, rows: list[Any]) -> None:
         write = transfer.operation == "WRITE"
-        if transfer.peer not in self.agents or (not write and transfer.sender not in self.agents):
+        if self.reachable(transfer) is None or (not write and transfer.sender not in self.agents):
             return
         handoff = unpack_written(transfer.notification).handoff.transfer if write else ""
         for (mine, length, _), (theirs, _, _) in rows:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
     from kvxfer.chaos.world import World
+    from kvxfer.protocol.ids import RankId
     from kvxfer.transport.commands import EngineAddress
 
 DOUBLED = 3
@@ -34,6 +35,12 @@ class Ear(Protocol):
 
     def hear(self, packed: bytes, route: Hashable) -> None:
         """Take what arrives."""
+
+    def knocked(self, rank: RankId, *, refused: bool) -> None:
+        """Hear what became of a knock."""
+
+    def broken(self, route: Hashable) -> None:
+        """Hear that a dialed connection broke."""
 
 
 @dataclass(eq=False, slots=True)
@@ -86,6 +93,7 @@ class Network:
         self.faults["lost_words"] += len(wire.there) + len(wire.back)
         wire.life += 1
         wire.peer = None
+        self.world.after(self.world.random.uniform(*self.delay), wire.owner.broken, ("out", wire.number, 0))
         wire.there.clear()
         wire.back.clear()
         self.world.after(self.world.random.uniform(0.02, 1.0), self._connect, wire)
@@ -148,6 +156,15 @@ class Network:
             wire.last_back = at = max(at, wire.last_back + 1e-6)
             wire.back.append(packed)
         self.world.at(at, self._arrive, wire, wire.life, there)
+
+    def knock(self, owner: Ear, rank: RankId, where: tuple[str, int]) -> None:
+        """Let ``owner`` hear, a moment later, that nobody listens at an address, if that can be seen from there."""
+        self.world.after(self.world.random.uniform(*self.delay), self._knocked, owner, rank, where)
+
+    def _knocked(self, owner: Ear, rank: RankId, where: tuple[str, int]) -> None:
+        unseen = self._cut.get(frozenset((owner.host, where[0])), 0.0) > self.world.now
+        if owner.alive and not unseen:
+            owner.knocked(rank, refused=where not in self.listeners)
 
     def close(self, wire: Wire) -> None:
         """Close a wire; what has left still arrives."""
@@ -233,6 +250,16 @@ class Wires:
         wire = self._network.wires.get(number)
         if wire is not None and wire.life == life and wire.peer is self._owner:
             self._network.send(wire, packed, there=False)
+
+    def where(self, route: Hashable) -> tuple[str, int] | None:
+        """Return the address to which a route was dialed."""
+        assert isinstance(route, tuple)
+        wire = self._mine.get(route[1]) if route[0] == "out" else None
+        return None if wire is None else wire.where
+
+    def knock(self, rank: RankId, host: str, port: int) -> None:
+        """Find out whether anybody listens there."""
+        self._network.knock(self._owner, rank, (host, port))
 
     def dialed(self, route: Hashable) -> EngineAddress | None:
         """Return the call on whose behalf a route was dialed."""

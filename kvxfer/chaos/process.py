@@ -91,6 +91,15 @@ class Channel:
             return
         self.switchboard.guarded(self.switchboard.receive, packed, route, self.process.clock())
 
+    def knocked(self, rank: RankId, *, refused: bool) -> None:
+        """Hear what became of a knock."""
+        self.call(lambda now: self.switchboard.knocked(rank, now, refused=refused))
+
+    def broken(self, route: Hashable) -> None:
+        """Hear that a dialed connection broke."""
+        if self.alive:
+            self.call(lambda now: self.switchboard.broken(route, now))
+
     def drain(self) -> None:
         """Take what waited in the socket."""
         while self._inbox and not self.process.asleep:
@@ -107,7 +116,7 @@ class Channel:
             return
         self.switchboard.tick(self.process.clock())
         self.process.sim.world.after(
-            0.05 if self.switchboard.calling else self._interval, self.process.awake, self._round
+            0.05 if self.switchboard.hurried else self._interval, self.process.awake, self._round
         )
 
     # --- the listener of a scheduler process ------------------------------------------------------------------------

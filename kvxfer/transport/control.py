@@ -14,7 +14,7 @@ import queue
 import socket
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import zmq
 
@@ -38,6 +38,14 @@ logger = logging.getLogger("kvxfer.control")
 
 _QUEUE = 100_000
 """Messages queued for one peer before the oldest wait is given up: more than a lost peer can collect before it is lost."""
+
+
+class _Dealer(NamedTuple):
+    """On whose behalf a DEALER was dialed, where to, and what hears of its connections."""
+
+    address: EngineAddress
+    where: tuple[str, int]
+    monitor: zmq.Socket[bytes]
 
 
 class ControlChannel(threading.Thread):
@@ -68,7 +76,8 @@ class ControlChannel(threading.Thread):
         self._context = zmq.Context()
         for cpu in cpus or ():
             self._context.set(zmq.THREAD_AFFINITY_CPU_ADD, cpu)  # its I/O thread would be born pinned as well
-        self._dealers: dict[zmq.Socket[bytes], EngineAddress] = {}
+        self._dealers: dict[zmq.Socket[bytes], _Dealer] = {}
+        self._monitors: dict[zmq.Socket[bytes], zmq.Socket[bytes]] = {}
         self._stopping = False
         self._router = self._context.socket(zmq.ROUTER)
         self._router.linger = 0
@@ -165,13 +174,15 @@ class ControlChannel(threading.Thread):
                 os.eventfd_read(self._wake)
         self._run_todo(now)
         for ear in ready:
-            if isinstance(ear, zmq.Socket):
+            if ear in self._monitors:
+                self._watch(ear, now)
+            elif isinstance(ear, zmq.Socket):
                 self._drain(ear, now)
         self._switchboard.guarded(self._switchboard.tick, now)
 
     def _wait_ms(self) -> int | None:
         """Milliseconds until something is due; None when only a message or a command can make something happen."""
-        if self._switchboard.calling:
+        if self._switchboard.hurried:
             return 50
         if not any(True for _ in self.sessions):
             return None
@@ -199,6 +210,14 @@ class ControlChannel(threading.Thread):
             route: Hashable = (ear, frames[0]) if ear is self._router else (ear, None)
             self._switchboard.guarded(self._switchboard.receive, frames[-1], route, now)
 
+    def _watch(self, monitor: zmq.Socket[bytes], now: float) -> None:
+        """Hear that a dialed connection broke."""
+        dealer = self._monitors[monitor]
+        with contextlib.suppress(zmq.Again):
+            while True:
+                monitor.recv_multipart(zmq.NOBLOCK)
+        self._switchboard.guarded(self._switchboard.broken, (dealer, None), now)
+
     # --- Wires, for the switchboard: a route is (socket, the ROUTER's name for the peer) ----------------------------
 
     def dial(self, address: EngineAddress, host: str, port: int, first: bytes) -> None:
@@ -215,8 +234,11 @@ class ControlChannel(threading.Thread):
             if dealer is not None:
                 dealer.close()
             raise RemoteProtocolError(f"{shown_at(host, port)} cannot be connected: {error}") from error
-        self._dealers[dealer] = address
+        monitor = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._dealers[dealer] = _Dealer(address, (host, port), monitor)
+        self._monitors[monitor] = dealer
         self._poller.register(dealer, zmq.POLLIN)
+        self._poller.register(monitor, zmq.POLLIN)
         self.put((dealer, None), first)
 
     def put(self, route: Hashable, packed: bytes) -> None:
@@ -229,18 +251,43 @@ class ControlChannel(threading.Thread):
 
     def dialed(self, route: Hashable) -> EngineAddress | None:
         """Return the call on whose behalf a route was dialed."""
-        return self._dealers.get(_parts(route)[0])
+        dealer = self._dealers.get(_parts(route)[0])
+        return None if dealer is None else dealer.address
+
+    def where(self, route: Hashable) -> tuple[str, int] | None:
+        """Return the address to which a route was dialed."""
+        dealer = self._dealers.get(_parts(route)[0])
+        return None if dealer is None else dealer.where
+
+    def knock(self, rank: RankId, host: str, port: int) -> None:
+        """Connect in a thread of its own: a name may have to be looked up, and a host that is gone answers nothing."""
+
+        def run() -> None:
+            refused = False
+            try:
+                socket.create_connection((bare(host), port), timeout=1.0).close()
+            except ConnectionRefusedError:
+                refused = True
+            except OSError:
+                pass
+            self.call(lambda now: self._switchboard.knocked(rank, now, refused=refused))
+
+        threading.Thread(target=run, name="kvxfer-knock", daemon=True).start()
 
     def dialed_for(self, address: EngineAddress) -> Sequence[Hashable]:
         """Return the routes that were dialed for a call."""
-        return [(dealer, None) for dealer, whose in self._dealers.items() if whose == address]
+        return [(dealer, None) for dealer, whose in self._dealers.items() if whose.address == address]
 
     def hang_up(self, route: Hashable) -> None:
         """Close a DEALER."""
         dealer = _parts(route)[0]
-        if self._dealers.pop(dealer, None) is not None:
-            self._poller.unregister(dealer)
-            dealer.close()
+        known = self._dealers.pop(dealer, None)
+        if known is not None:
+            for ear in (known.monitor, dealer):
+                self._poller.unregister(ear)
+            del self._monitors[known.monitor]
+            dealer.disable_monitor()
+            dealer.close(linger=100)  # a last word, as Stale, should leave
 
 
 def _parts(route: Hashable) -> tuple[Any, bytes | None]:

@@ -32,6 +32,8 @@ class Session:
     liveness: peers.Peer
     card: RankCard | None
     since: float
+    listens: tuple[str, int] | None = None
+    """Where the peer's process listens, if it was called there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +99,17 @@ class Sessions:
                 del self._by_rank[session.rank]
                 yield Lost(session, f"nothing heard from it for {self.timing.timeout:g} s")
 
-    def replaced(self, rank: RankId) -> Iterator[Lost]:
-        """End the sessions with earlier incarnations of a rank that now answers as ``rank``."""
+    def replaced(self, rank: RankId, at: tuple[str, int] | None = None) -> Iterator[Lost]:
+        """End the sessions with earlier incarnations of a rank that now answers as ``rank``.
+
+        Who answers ``at`` an address listens there, so that whoever listened there before has ended.
+        """
         for session in self:
             same = (session.rank.engine, session.rank.rank) == (rank.engine, rank.rank)
             if same and session.rank.incarnation != rank.incarnation and session.liveness.replaced():
                 del self._by_rank[session.rank]
-                yield Lost(session, "another process has taken its place")
+                dead = at is not None and at == session.listens
+                yield Lost(session, "another process has taken its place", dead)
 
     def forgotten(self, rank: RankId) -> Iterator[Lost]:
         """End a session that the peer says it does not have."""
@@ -111,6 +117,19 @@ class Sessions:
         if session is not None and session.liveness.replaced():
             del self._by_rank[rank]
             yield Lost(session, "it has no session with this process")
+
+    def ended(self, rank: RankId) -> Iterator[Lost]:
+        """End the session with a peer whose process is known to have ended."""
+        session = self._by_rank.get(rank)
+        if session is not None and session.liveness.replaced():
+            del self._by_rank[rank]
+            yield Lost(session, "its process has ended: the port at which it listened refuses connections", dead=True)
+
+    def quiet(self, now: float) -> Iterator[Session]:
+        """Iterate over the sessions whose peers missed a beat."""
+        for session in self:
+            if now - session.liveness.last_heard > 2 * self.timing.interval:
+                yield session
 
     def all(self, reason: str) -> Iterator[Lost]:
         """End all sessions."""

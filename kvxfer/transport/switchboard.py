@@ -21,6 +21,7 @@ from kvxfer.transport.dialer import Dialer
 from kvxfer.transport.links import CURE, Links, NotAdmittedError
 from kvxfer.transport.refusals import Refusals
 from kvxfer.transport.sessions import Lost, Session, Sessions
+from kvxfer.transport.suspects import Suspects
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -75,6 +76,12 @@ class Wires(Protocol):
     def put(self, route: Hashable, packed: bytes) -> None:
         """Send on a route; what cannot be sent is dropped, and the silence will be noticed."""
 
+    def where(self, route: Hashable) -> tuple[str, int] | None:
+        """Return the address to which a route was dialed; None for one that a peer opened."""
+
+    def knock(self, rank: RankId, host: str, port: int) -> None:
+        """Find out whether a peer's port refuses connections, and say so to ``knocked``; return at once."""
+
     def dialed(self, route: Hashable) -> EngineAddress | None:
         """Return the call on whose behalf a route was dialed; None for one that a peer opened."""
 
@@ -103,6 +110,7 @@ class Switchboard:
         self._listener = listener
         self._wires = wires
         self._dialer = Dialer(self, connect_timeout)
+        self._suspects = Suspects(3 * timing.timeout)
         self._links = None if secret is None else Links(me, secret, wires.put)
         self._refusals = Refusals(logger)
         self._now = 0.0
@@ -134,14 +142,47 @@ class Switchboard:
         if self._listener.beating(now):
             for session, beat in self.sessions.beats_due(now):
                 self._say(session.route, session.rank.incarnation, beat)
+        for session in self.sessions.quiet(now):
+            self._suspect(session)
         self._lose(self.sessions.silent(now))
+        for suspect in self._suspects.due(now):
+            self._wires.knock(*suspect)
         self._report(self._dialer.tick(now))
         self.guarded(self._listener.on_round, now)
+
+    def broken(self, route: Hashable, now: float) -> None:
+        """Hear that a dialed route's connection broke. It is made anew by itself, unless the peer's process has ended."""
+        self._now = now
+        for session in self.sessions:
+            if session.listens is not None and session.listens == self._wires.where(route):
+                self._suspect(session)
+        for suspect in self._suspects.due(now):
+            self._wires.knock(*suspect)
+
+    def knocked(self, rank: RankId, now: float, *, refused: bool) -> None:
+        """Hear what became of a knock. Nobody listens at a port that refuses: its process has ended."""
+        self._now = now
+        if not refused:
+            return
+        self._suspects.clear(rank)
+        if self.is_open(rank):
+            self._lose(self.sessions.ended(rank))
+        else:
+            self._listener.on_ended(rank)
+
+    def _suspect(self, session: Session) -> None:
+        if session.listens is not None:
+            self._suspects.add(session.rank, session.listens, self._now)
 
     @property
     def calling(self) -> bool:
         """Whether a call is under way."""
         return len(self._dialer) > 0
+
+    @property
+    def hurried(self) -> bool:
+        """Whether ``tick`` is due often: a call is under way, or somebody is suspected of having ended."""
+        return self.calling or len(self._suspects) > 0
 
     @property
     def counters(self) -> dict[str, int]:
@@ -224,7 +265,7 @@ class Switchboard:
                 self._answer(sender, message, route, now)
             case messages.Stale():
                 self._lose(self.sessions.forgotten(sender))
-                self._lose(self.sessions.replaced(sender))
+                self._lose(self.sessions.replaced(sender, self._wires.where(route)))
             case messages.Knock() | messages.Challenge() | messages.Report():
                 raise RemoteProtocolError(f"{sender} sent {type(message).__name__} without having been asked")
             case _:
@@ -236,6 +277,7 @@ class Switchboard:
             self._say(route, sender.incarnation, messages.Stale())
             return
         session.liveness.touch(now)
+        self._suspects.clear(sender)
         if self._wires.dialed(route) is None:
             session.route = route  # a peer that connected anew after a broken connection comes by a new route
         if not isinstance(message, messages.Heartbeat):
@@ -293,6 +335,8 @@ class Switchboard:
             self._hang_up(route)
             self._report(self._dialer.refused(address, str(error)))
             return
+        session.listens = self._wires.where(route)
+        self._suspects.clear(sender)
         # At once, so that the peer holds a lease before the first registration reaches it.
         self._say(session.route, sender.incarnation, session.liveness.beat(now))
         self._listener.on_up(sender, session.card)
@@ -303,6 +347,10 @@ class Switchboard:
         for one in lost:
             session: Session = one.session
             self._refusals.line(f"lost {session.rank}: {one.reason}", self._now)
+            if one.dead:
+                self._suspects.clear(session.rank)
+            else:
+                self._suspect(session)
             if self._wires.dialed(session.route) is not None:
                 self._hang_up(session.route)
             self.guarded(self._on_lost, session.rank, one.reason, session.liveness.granted_until, one.dead)

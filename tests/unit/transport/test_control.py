@@ -54,6 +54,7 @@ class Engine:
         self.leases: list[float] = []
         self.rounds = 0
         self.turning = True
+        self.dead: list[RankId] = []
         self.control = ControlChannel(self.me, host, port, self, timing, connect_timeout, secret=secret)
         if card:
             mine = RankCard(engine, "m", 0, 1, 0, 1, "twin", LAYOUT, b"a")
@@ -79,6 +80,7 @@ class Engine:
 
     def on_lost(self, rank, reason, granted_until, *, dead) -> None:
         self.heard.append(("lost", rank, reason))
+        self.dead += [rank] if dead else []
 
     def on_lease(self, rank, until, asked) -> None:
         self.leases.append(until)
@@ -297,7 +299,7 @@ def test_a_host_that_is_none_of_ours_is_named() -> None:
 
 def test_a_silent_peer_is_lost_within_the_timeout_and_told_once(pair) -> None:
     p, d = pair
-    p.control.stop()
+    p.turning = False
     assert d.wait("lost") == [(p.me, "nothing heard from it for 0.6 s")]
     time.sleep(2 * TIMING.timeout)
     assert len(d.of("lost")) == 1
@@ -324,6 +326,7 @@ def test_a_peer_that_starts_anew_at_the_same_port_is_recognised_and_reconnects(e
 def test_a_replaced_peer_is_lost_at_once_when_its_directory_shows_it(engines, pair, secret) -> None:
     """Before the timeout: whoever calls the address learns that the old process is gone."""
     p, d = pair
+    d.control.knock = lambda *_: None
     p.control.stop()
     again = engines("p", p.control.port, secret=secret)
     d.control.connect(again.address())
@@ -528,11 +531,13 @@ def test_a_new_process_at_the_address_is_noticed_before_the_timeout(engines) -> 
     """The connection goes on by itself; what comes by it has a link that the new process does not know."""
     slow = Timing(interval=0.05, timeout=60.0, lease=0.4, margin=0.05)
     p, d = engines("p", secret=SECRET, timing=slow), engines("d", secret=SECRET, timing=slow)
+    d.control.knock = lambda *_: None
     d.control.connect(p.address())
     d.wait("outcome")
     p.control.stop()
     engines("p", p.control.port, secret=SECRET, timing=slow)
     assert d.wait("lost") == [(p.me, "another process has taken its place")]
+    assert d.dead == [p.me], "who answers at its port has taken it from nobody who lives"
 
 
 def test_the_records_are_told_to_who_knows_the_secret(engines, monkeypatch) -> None:
@@ -641,3 +646,62 @@ def test_peers_with_clashing_heartbeats_refuse_each_other(engines) -> None:
     p, d = engines("p", timing=Timing(3.0, 10.0, 10.0, 0.5)), engines("d")
     d.control.connect(p.address())
     assert "would think each other dead" in d.wait("outcome")[0][1]
+
+
+# --- who has ended, and who only says nothing ------------------------------------------------------------------------------
+
+
+def test_a_process_that_ends_is_known_to_have_ended_at_once(engines) -> None:
+    """Long before the time-out: its connection breaks, and its port refuses."""
+    slow = Timing(interval=1.0, timeout=60.0, lease=4.0, margin=0.5)
+    p, d = engines("p", timing=slow), engines("d", timing=slow)
+    d.control.connect(p.address())
+    wait_until(lambda: d.of("outcome"), what="the session")
+    p.control.stop()
+    wait_until(lambda: d.of("lost"), what="the loss")
+    (lost,) = d.of("lost")
+    assert "its process has ended" in lost[1]
+    assert d.dead == [p.me]
+    assert d.control.sessions.get(p.me) is None
+
+
+def test_a_process_that_only_says_nothing_is_lost_and_not_thought_dead(engines) -> None:
+    """Its port accepts, as the kernel does for a process that is stopped; when it does end, that is heard, too."""
+    p, d = engines("p"), engines("d")
+    d.control.connect(p.address())
+    wait_until(lambda: d.of("outcome"), what="the session")
+    p.turning = False
+    wait_until(lambda: d.of("lost"), what="the loss")
+    (lost,) = d.of("lost")
+    assert "nothing heard from it" in lost[1]
+    assert d.dead == []
+    p.control.stop()
+    wait_until(lambda: d.of("ended"), what="the end")
+    assert d.of("ended") == [(p.me,)]
+
+
+def test_another_process_at_the_same_port_shows_that_the_first_has_ended(engines) -> None:
+    slow = Timing(interval=1.0, timeout=60.0, lease=4.0, margin=0.5)
+    p, d = engines("p", timing=slow), engines("d", timing=slow)
+    d.control.connect(p.address())
+    wait_until(lambda: d.of("outcome"), what="the session")
+    port = p.control.port
+    d.control.knock = lambda *_: None
+    p.control.stop()
+    engines("p", port=port, timing=slow)
+    wait_until(
+        lambda: d.of("lost") or d.control.send(p.me, messages.Release(HandoffId("h"), "a word for the dead")),
+        what="the loss",
+    )
+    assert d.dead == [p.me]
+
+
+def test_dialed_sockets_and_their_monitors_are_closed(engines) -> None:
+    p, d = engines("p"), engines("d")
+    for _ in range(3):
+        d.control.connect(p.address())
+        wait_until(lambda: d.control.sessions.get(p.me), what="the session")
+        assert len(d.control._dealers) == len(d.control._monitors) == 1
+        p.control.renew(p.control.sessions.card)
+        wait_until(lambda: d.control.sessions.get(p.me) is None, what="its end")
+        wait_until(lambda: not d.control._dealers and not d.control._monitors, what="the sockets' end")

@@ -138,7 +138,7 @@ class Storm:
             whole = msgspec.msgpack.decode(packed)
             whole[4][1] += self.random.choice([1, 10, 1000, 2**40])
             whole[3] = self.random.choice([whole[3], self.body()])
-        except (msgspec.MsgspecError, TypeError, IndexError):
+        except (msgspec.MsgspecError, TypeError, IndexError, RecursionError):
             return packed
         return msgspec.msgpack.encode(whole)
 
@@ -191,10 +191,10 @@ def sizes(rank: Rank) -> dict[str, int]:
         "ended": len(mover.source._ended),
         "leases": len(mover.source._may_post_until),
         "sink": len(mover.sink),
-        "cards": len(mover._cards),
-        "agents": len(mover._agents),
+        "cards": len(mover.transfers.reach._cards),
+        "agents": len(mover.transfers.reach._agents),
         "records": len(mover.records._open),
-        "inbox": len(mover._agent.inbox),
+        "inbox": len(mover.transfers.keeper.agent.inbox),
     }
 
 
@@ -205,7 +205,7 @@ def storm(seed: int, volume: int, secret: Secret | None, caplog, *, by_socket: i
     settings = {"leg_timeout": 3.0, "secret": secret, "timing": Timing(0.1, 30.0, 10.0, 0.1)}
     p, d = Rank("prefill", fabric, **settings), Rank("decode", fabric, **settings)
     zebra = Rank("zebra", fabric, **settings)
-    zebra.card = RankCard("zebra", "lone", 0, 1, 0, 1, "LIBFABRIC", zebra.layout, zebra.mover.agent_metadata)
+    zebra.card = RankCard("zebra", "lone", 0, 1, 0, 1, "LIBFABRIC", zebra.layout, zebra.mover.transfers.keeper.metadata)
     victims = [p, d]
     made = Storm(seed, victims, zebra, spoof=secret is not None)
     for victim in victims:

@@ -93,6 +93,13 @@ class Process:
             there = (listener, (number, "listener", life)) if end == "dialer" else (dialer, (number, "dialer", 0))
             self.net.queue.append((*there, packed))
 
+    def where(self, route):
+        wire = self.net.wires.get(route[0])
+        return None if self.dialed(route) is None else ("h", wire[1].port)
+
+    def knock(self, rank, host, port) -> None:
+        """Everybody lives."""
+
     def dialed(self, route):
         wire = self.net.wires.get(route[0])
         return wire[2] if wire is not None and route[1] == "dialer" and wire[0] is self else None
@@ -111,10 +118,16 @@ class Process:
     def on_up(self, rank, card) -> None:
         self.heard.append(("up", rank))
 
-    def on_lost(self, rank, reason, granted_until) -> None:
+    def beating(self, now) -> bool:
+        return True
+
+    def on_ended(self, rank) -> None:
+        raise AssertionError(rank)
+
+    def on_lost(self, rank, reason, granted_until, *, dead) -> None:
         self.heard.append(("lost", rank, reason))
 
-    def on_lease(self, rank, until) -> None:
+    def on_lease(self, rank, until, asked) -> None:
         self.heard.append(("lease", rank, until))
 
     def on_outcome(self, outcome) -> None:
