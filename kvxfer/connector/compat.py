@@ -9,6 +9,7 @@ Read in the wheels of 0.26.0, 0.29.0 and 0.32.0, run on 0.29.0 and 0.32.0. What 
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from array import array
 from dataclasses import dataclass
@@ -145,3 +146,16 @@ def parallel_ranks(vllm_config: Any) -> tuple[int, int]:
 
     del vllm_config
     return get_tensor_model_parallel_rank(), get_pp_group().rank_in_group
+
+
+def drop_params(request: Any) -> None:
+    """Keep a request's kv_transfer_params out of what the scheduler sends to the workers at every new request.
+
+    They travel in the sampling parameters as well, and nobody reads them there (vLLM 0.29: v1/request.py, core/sched/output.py).
+    Yet they are as large as a client likes, and where a dictionary is nested some hundred deep, its pickle ends the engine core.
+    """
+    sampling = request.sampling_params
+    extra = getattr(sampling, "extra_args", None)
+    if extra and "kv_transfer_params" in extra:
+        sampling = request.sampling_params = copy.copy(sampling)  # the caller's own, where the engine is in its process
+        sampling.extra_args = {key: value for key, value in extra.items() if key != "kv_transfer_params"}

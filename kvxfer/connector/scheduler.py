@@ -121,6 +121,7 @@ class SchedulerHalf:
     def on_new_request(self, request: Any) -> None:
         """Take note of a request that takes part in a handoff."""
         request_id = request.request_id
+        compat.drop_params(request)
         try:
             params = parse(request_id, request.kv_transfer_params)
         except ParamsError as error:

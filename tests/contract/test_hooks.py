@@ -6,6 +6,7 @@ its real ``ActiveKVConnector`` drives them.
 
 from __future__ import annotations
 
+import pickle
 import random
 import time
 
@@ -264,6 +265,27 @@ def test_malformed_params_are_computed_locally(engines, params) -> None:
     d.add("d", tokens, params, max_tokens=2)
     run(d)
     assert d.outputs["d"] == expected(tokens, 2)
+    check(d)
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["a leg", "no leg"])
+def test_params_do_not_travel_to_the_workers(engines, known) -> None:
+    """A client may make them as large, and nest them as deeply, as it likes; vLLM pickles what the workers get."""
+    d = engines("d", TwinFabric())
+    params: dict = {}
+    for _ in range(2000):
+        params = {"a": params}
+    params = {"deep": params, "do_remote_decode": known, "transfer_id": "t"}
+    d.add("d", prompt(40, 8), params)
+    mine = d.scheduler.requests["d"].sampling_params
+    d.scheduler.requests["d"].sampling_params.extra_args["another"] = 1
+    sent = []
+    execute = d._execute
+    d._execute = lambda scheduled: (sent.append(pickle.dumps(scheduled.scheduled_new_reqs)), execute(scheduled))[1]
+    run(d)
+    assert b"another" in sent[0]
+    assert mine.extra_args == {"another": 1}
+    assert d.outputs["d"] == expected(prompt(40, 8), 1)
     check(d)
 
 

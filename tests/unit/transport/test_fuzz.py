@@ -138,7 +138,7 @@ class Storm:
             whole = msgspec.msgpack.decode(packed)
             whole[4][1] += self.random.choice([1, 10, 1000, 2**40])
             whole[3] = self.random.choice([whole[3], self.body()])
-        except (msgspec.MsgspecError, TypeError, IndexError, RecursionError):
+        except (msgspec.MsgspecError, TypeError, IndexError, KeyError, RecursionError):
             return packed
         return msgspec.msgpack.encode(whole)
 
