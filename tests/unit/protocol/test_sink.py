@@ -658,3 +658,11 @@ def test_another_rank_completes_fails_and_cancels_nothing() -> None:
     rig.do("grant", STRANGER, Grant(H, 1, 0, 8, BLOCKS, rig.now, 10.0), rig.now)
     assert (before.state, before.reason) == state
     assert not before.parts[P].quiet
+
+
+def test_a_registration_is_said_again_to_those_ranks_only_that_may_still_write() -> None:
+    rig = Rig()
+    rig.push(P, P1)
+    rig.ack(P)
+    again = [action for action in rig.wait(6.0) if isinstance(action, Send)]
+    assert [(action.to, action.message.again) for action in again] == [(P1, True)]
