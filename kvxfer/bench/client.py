@@ -175,6 +175,9 @@ class Client:
         arrivals = _Arrivals(started)
         async for event in _events(response):
             now = time.perf_counter()
+            if event is None and arrivals.finish_reason is None:
+                # vLLM 0.29 leaves the error out of a completion's stream that failed before its first token.
+                raise RequestError(_OK, f"{self._url}{path}: the stream ended without a finish_reason: it failed")
             if event is None:
                 return arrivals.completion(now)
             if "error" in event:

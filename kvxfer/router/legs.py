@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import aiohttp
 import msgspec
 
-from kvxfer.router.openai import DONE, ApiError, EventCutter, Json, engine_error, event_error
+from kvxfer.router.openai import DONE, ApiError, EventCutter, Json, engine_error, event_error, is_answer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Mapping
@@ -54,6 +54,7 @@ class LegAnswer:
         self._cutter = EventCutter()
         self._failure: ApiError | None = None
         self._finished = False
+        self._answered = False
 
     async def read(self) -> bytes:
         """The whole body."""
@@ -83,11 +84,20 @@ class LegAnswer:
         return None
 
     def _until_end(self, events: list[bytes]) -> list[bytes]:
-        """Cut off what follows the stream's end. Engines send ``[DONE]`` behind an error too; clients must not see it."""
+        """Cut off what follows the stream's end. Engines send ``[DONE]`` behind an error too; clients must not see it.
+
+        Nor behind nothing: vLLM leaves out the chunk that says that a completion failed before its first token, and ends the
+        stream as if all were well (0.29 and 0.32 entrypoints/openai/completion/serving.py, completion_stream_generator).
+        """
         for number, event in enumerate(events):
             self._failure = event_error(event)
             if self._failure is not None:
                 return events[:number]
+            if event == DONE and not self._answered:
+                told = "the stream ended without an answer: the request failed in the engine, whose log says why"
+                self._failure = ApiError(500, f"{self._leg.title}: {told}")
+                return events[:number]
+            self._answered = self._answered or is_answer(event)
             if event == DONE:
                 self._finished = True
                 return events[: number + 1]

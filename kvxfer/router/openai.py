@@ -26,6 +26,7 @@ _TYPES = {
     504: "GatewayTimeoutError",
 }
 _BLANK_LINE = re.compile(rb"\r\n\r\n|\n\n|\r\r")
+_NO_CHOICE = re.compile(rb'"choices"\s*:\s*\[\s*\]')
 _MAX_EVENT = 64 * 1024 * 1024
 
 
@@ -79,6 +80,11 @@ def event_error(event: bytes) -> ApiError | None:
         return None
     code = error.get("code")
     return ApiError.of_engine(code if isinstance(code, int) and 400 <= code < 600 else 502, error)  # noqa: PLR2004
+
+
+def is_answer(event: bytes) -> bool:
+    """Whether an event carries anything of the answer: a usage chunk, without a choice, does not."""
+    return is_data(event) and _NO_CHOICE.search(event) is None  # in the answer's text, quotes would be escaped
 
 
 def is_data(event: bytes) -> bool:

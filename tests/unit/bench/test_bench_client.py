@@ -79,7 +79,8 @@ def test_a_stream_gives_tokens_text_and_times():
 
 
 def test_one_token_has_no_tpot_and_none_has_no_ttft():
-    server = FakeServer([(0.0, token(5)), (0.0, "[DONE]")], [(0.0, "[DONE]")])
+    end = {"choices": [{"index": 0, "text": "", "finish_reason": "length"}]}
+    server = FakeServer([(0.0, token(5)), (0.0, end), (0.0, "[DONE]")], [(0.0, end), (0.0, "[DONE]")])
 
     async def both(client):
         return await client.complete("a"), await client.complete("b")
@@ -128,6 +129,8 @@ def test_chat_streamed_and_whole():
         (web.Response(status=503, text="no engine"), 503, "503: no engine"),
         ([(0.0, token(1)), (0.0, {"error": {"message": "KV load failed"}})], 200, "KV load failed"),
         ([(0.0, token(1))], 200, "ended before it was finished"),
+        ([(0.0, token(1)), (0.0, "[DONE]")], 200, "ended without a finish_reason"),
+        ([(0.0, "[DONE]")], 200, "ended without a finish_reason"),
     ],
 )
 def test_failures_are_errors_with_their_status(answer, status, text):

@@ -331,6 +331,37 @@ def test_a_stream_that_fails_ends_with_the_error_and_without_done(how, code, wor
     run(main())
 
 
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("usage", [False, True])
+def test_a_stream_with_nothing_in_it_is_an_error(n, usage):
+    """As vLLM ends a completion that failed before its first token, whose text may look like anything."""
+
+    async def main():
+        p, d = pair()
+
+        async def nothing(call, request):
+            response = await d.begin(request)
+            if usage:
+                await response.write(event({**d.chunk(call, ""), "choices": [], "usage": {"prompt_tokens": 7}}))
+            await response.write(b"data: [DONE]\n\n")
+            return response
+
+        async with routed([p], [d]) as router:
+            d.behave = nothing
+            events = await router.events(prompt="x", n=n) if usage and n == 1 else None
+            if events is None:
+                status, body, _ = await router.json(prompt="x", n=n, stream=True)
+                assert status == 500
+            else:
+                body = events[-1]
+            assert "ended without an answer" in body["error"]["message"]
+            d.behave, d.tokens = None, ['{"choices": []}', '"choices":[]']
+            events = await router.events(prompt="x")
+            assert events[-1] == "[DONE]"
+
+    run(main())
+
+
 def test_an_error_that_is_a_streams_first_event_becomes_the_status():
     async def main():
         p, d = pair()
