@@ -63,6 +63,7 @@ class NixlAgent:
         self._posted_at: dict[str, float] = {}
         self._disturbed = False
         self._call: tuple[str, object] | None = None
+        self._interrupted: tuple[str, object] | None = None
 
     def register(self, spans: Sequence[tuple[int, int, int]], memory: str) -> None:
         """Register spans with the backend."""
@@ -90,8 +91,8 @@ class NixlAgent:
     def add_peer(self, metadata: bytes, name: str = "") -> str:
         """Load a peer's metadata and connect it."""
         raw = self._raw
-        with self._about(name):
-            known_as = raw.connect(metadata)
+        with self._about(name) as call:
+            known_as = raw.connect(metadata, lambda: self._interrupted is call)
         name = _LATER.sub("", known_as)
         raw.meet(name)
         self._of_peer[name] = (raw, known_as)
@@ -192,15 +193,17 @@ class NixlAgent:
     def interrupt(self, name: str) -> None:
         """Make a call return that is under way about a peer which is lost. From any thread; returns at once."""
         call = self._call
-        if call is not None and call[0] == name and self.backend == "LIBFABRIC":
-            rescue(name, lambda: self._call is call)
+        if call is not None and call[0] == name:
+            self._interrupted = call
+            if self.backend == "LIBFABRIC":  # others have time-outs
+                rescue(name, lambda: self._call is call)
 
     @contextmanager
-    def _about(self, peer: str) -> Iterator[None]:
+    def _about(self, peer: str) -> Iterator[tuple[str, object]]:
         """Mark a call to NIXL that may not return while ``peer`` does not answer."""
-        self._call = (peer, object())
+        self._call = call = (peer, object())
         try:
-            yield
+            yield call
         finally:
             self._call = None
             self._take_blame()

@@ -24,7 +24,7 @@ from kvxfer.errors import TransportError
 from kvxfer.transport.native import ensure_native_libraries
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 logger = logging.getLogger("kvxfer.nixl")
 
@@ -117,8 +117,11 @@ class RawAgent:
         """Whether no peer knows this agent any more."""
         return not self._met
 
-    def connect(self, metadata: bytes) -> str:
-        """Load a peer's metadata and connect it, whatever other connections break meanwhile. Returns the peer's name."""
+    def connect(self, metadata: bytes, given_up: Callable[[], bool]) -> str:
+        """Load a peer's metadata and connect it, whatever other connections break meanwhile. Returns the peer's name.
+
+        ``given_up`` tells that it need not be tried again.
+        """
         problem: Exception | None = None
         for _ in range(_ATTEMPTS):
             self.progress()
@@ -133,6 +136,8 @@ class RawAgent:
                 self._indexes += 1  # it may have taken one
                 if name:
                     self.disconnect(name)
+                if given_up():
+                    break
             else:
                 return name
         raise TransportError(f"NIXL could not connect a peer: {problem}") from problem

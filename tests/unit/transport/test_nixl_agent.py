@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from types import ModuleType
 from typing import ClassVar
 
@@ -262,3 +263,45 @@ def test_a_peer_has_one_name_whichever_of_its_agents_is_met(agent) -> None:
     agent.remove_peer("peer/i/0")
     with pytest.raises(TransportError, match="not connected"):
         post(agent, "peer/i/0")
+
+
+@pytest.mark.parametrize("asked", ["add_peer", "post"])
+def test_a_call_about_a_lost_peer_is_made_to_return(agent, monkeypatch, asked) -> None:
+    """Only that call, and only by NIXL's LIBFABRIC backend: the others have time-outs."""
+    caught = threading.Event()
+    rescued: list[str] = []
+
+    def for_ever(self, *_args):
+        assert not caught.is_set(), "it must not be tried again"
+        caught.set()
+        assert freed.wait(20)
+        raise RuntimeError("NIXL_ERR_BACKEND")
+
+    freed = threading.Event()
+    monkeypatch.setattr(nixl, "rescue", lambda peer, under_way: rescued.append((peer, under_way)))
+    if asked == "post":
+        agent.add_peer(b"dead", "dead")
+    monkeypatch.setattr(Double, "make_connection" if asked == "add_peer" else "transfer", for_ever)
+    told: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            agent.add_peer(b"dead", "dead") if asked == "add_peer" else post(agent, "dead")
+        except TransportError as error:
+            told.append(error)
+
+    agent.interrupt("dead")
+    assert not rescued, "nothing is under way"
+    thread = threading.Thread(target=call)
+    thread.start()
+    assert caught.wait(20)
+    agent.interrupt("another")
+    assert not rescued
+    agent.interrupt("dead")
+    ((peer, under_way),) = rescued
+    assert peer == "dead"
+    assert under_way()
+    freed.set()
+    thread.join(20)
+    assert told
+    assert not under_way()
