@@ -17,7 +17,7 @@ Span = tuple[int, int]
 
 
 class IntervalSet:
-    """A growing set of token positions. Adding costs O(log n + merged)."""
+    """A set of token positions. Adding costs O(log n + merged)."""
 
     __slots__ = ("_ends", "_starts")
 
@@ -38,6 +38,12 @@ class IntervalSet:
             end = max(end, self._ends[high - 1])
         self._starts[low:high] = [start]
         self._ends[low:high] = [end]
+
+    def remove(self, start: int, end: int) -> None:
+        """Take positions [start, end) out, as far as they are in."""
+        kept = [(a, min(b, start)) for a, b in self if a < start] + [(max(a, end), b) for a, b in self if b > end]
+        kept = kept if start < end else list(self)
+        self._starts, self._ends = [a for a, _ in kept], [b for _, b in kept]
 
     def covers(self, start: int, end: int) -> bool:
         """Tell whether every position of [start, end) is in the set; an empty span always is."""

@@ -257,23 +257,24 @@ class Source(Delivery):
 
     def written(self, transfer: int, now: float) -> Iterator[Action]:
         """Note that a write is terminal, and that its data has left this rank's memory for good."""
-        one = self._transfers.pop(transfer)
-        sink = one.sink
-        assert sink is not None
-        start, end, _ = sink.in_flight.pop(transfer)
+        one, sink, (start, end, _) = self._landed(transfer)
         if sink.posted.covers(start, end):  # else its generation was revoked meanwhile
             sink.written.add(start, end)
         yield from self._advance(one, now)
 
     def write_failed(self, transfer: int, reason: str, now: float) -> Iterator[Action]:
         """Note that a write failed, or could not be posted; parts of it may be under way until the drain bound has passed."""
-        one = self._transfers.pop(transfer)
-        sink = one.sink
-        assert sink is not None
-        del sink.in_flight[transfer]
+        one, sink, _ = self._landed(transfer)
         sink.quiet_at = now + self.drain_bound
         if one.state is not State.SERVED:
             yield from self._serve(one, Event.SERVE, f"a write failed: {reason}")
+        yield from self._advance(one, now)
+
+    def unposted(self, transfer: int, now: float) -> Iterator[Action]:
+        """Note that nothing of a write was begun, since the peer must renew its lease first: it is posted then."""
+        one, sink, (start, end, _) = self._landed(transfer)
+        sink.posted.remove(start, end)
+        self._may_post_until.pop(sink.rank, None)
         yield from self._advance(one, now)
 
     def tick(self, now: float) -> Iterator[Action]:
@@ -314,6 +315,11 @@ class Source(Delivery):
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
+    def _landed(self, transfer: int) -> tuple[SourceHandoff, Registration, tuple[int, int, float]]:
+        one = self._transfers.pop(transfer)
+        assert one.sink is not None
+        return one, one.sink, one.sink.in_flight.pop(transfer)
+
     def _of(self, request_id: str) -> SourceHandoff | None:
         handoff = self._by_request.get(request_id)
         one = None if handoff is None else self._handoffs.get(handoff)
@@ -336,9 +342,7 @@ class Source(Delivery):
             reason += "send both legs the same prompt and the same tokenizer settings"
         elif sink.prompt and one.prompt and sink.prompt != one.prompt:
             reason = f"the two legs' prompts differ (decode's ends at {sink.end:,}, prefill's at {one.prompt_tokens:,} "
-            reason += (
-                "tokens): send both the same prompt, LoRA adapter, multimodal inputs, cache salt and tokenizer settings"
-            )
+            reason += "tokens): send both the same prompt, LoRA, multimodal inputs, cache salt and tokenizer settings"
         else:
             return
         yield from self._serve(one, Event.SERVE, reason)

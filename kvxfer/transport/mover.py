@@ -40,6 +40,7 @@ from kvxfer.protocol.sink import Sink
 from kvxfer.protocol.source import Source
 from kvxfer.transport import commands as cmd
 from kvxfer.transport.openings import Openings
+from kvxfer.transport.reach import NotNowError
 from kvxfer.transport.records import RecordBook
 from kvxfer.transport.refusals import Refusals
 from kvxfer.transport.steps import Steps
@@ -473,7 +474,10 @@ class Mover(threading.Thread):
             posted = self.transfers.post(action)
         except Exception as error:  # noqa: BLE001 - whatever it was, the machine must hear that nothing was posted whole
             logger.warning("handoff %s: %s", action.handoff, error)
-            self._post_failed(side, action.transfer, str(error), now)
+            if side == "source" and isinstance(error, NotNowError):
+                self._run(self.source.unposted(action.transfer, now))
+            else:
+                self._post_failed(side, action.transfer, str(error), now)
             return
         self._count(action, posted, now)
 

@@ -27,7 +27,10 @@ logger = logging.getLogger("kvxfer.nixl")
 MOMENT = 0.05
 """Seconds for which no file can be opened. An attempt to connect takes some 50 µs."""
 
-PAUSE = 1.0
+STEPS = 5
+"""Files that are thought open and may not be: in that many steps the limit goes down within a moment."""
+
+PAUSE = 0.5
 """Seconds between two moments."""
 
 _lock = threading.Lock()
@@ -51,11 +54,14 @@ def _run(peer: str, under_way: Callable[[], bool]) -> None:
 
 def _moment(under_way: Callable[[], bool]) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (_lowest_free(), hard))
+    lowest_free = _lowest_free()
+    began = time.monotonic()
     try:
-        end = time.monotonic() + MOMENT
-        while under_way() and time.monotonic() < end:
-            time.sleep(0.0005)
+        while under_way() and (gone := (time.monotonic() - began) / MOMENT) < 1.0:
+            # What was open when looked at may have been the very socket that is made and closed all the time, and the folder
+            # that was listed: so lower, step by step. Not much lower: poll(2) refuses more files than the limit.
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(lowest_free - int(gone * STEPS), 3), hard))
+            time.sleep(MOMENT / STEPS / 5)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 

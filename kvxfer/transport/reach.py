@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from kvxfer.transport.agent import Agent
 
 
+class NotNowError(TransportError):
+    """Nothing may be posted to a peer before it has been heard from."""
+
+
 class Reach:
     """The peers of one mover. Used by its thread alone."""
 
@@ -52,9 +56,7 @@ class Reach:
         if card is None:
             raise TransportError(f"{peer} has no open session")
         if self._answered.get(peer, 0.0) <= self._doubt_since:
-            raise TransportError(
-                f"a connection broke just now, and {peer} has not answered since: nothing is posted to it"
-            )
+            raise NotNowError(f"a connection broke just now, and {peer} has not answered since")
         name = self._agents.get(peer)
         if name is None:
             name = agent.add_peer(card.agent, peer.agent)

@@ -9,13 +9,12 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvxfer.errors import TransportError
 from kvxfer.layout.blocks import block_span, plan_blocks
 from kvxfer.protocol.actions import PostWrite
 from kvxfer.protocol.messages import Written, pack_written
 from kvxfer.transport.agent import Status
 from kvxfer.transport.keeper import AgentKeeper
-from kvxfer.transport.reach import Reach
+from kvxfer.transport.reach import NotNowError, Reach
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -121,7 +120,7 @@ class Transfers:
             return agent.post("READ", local, remote, memory, name)
         written = Written(action.handoff, action.attempt, action.generation, self.rank.rank, action.start, action.end)
         if self._clock() >= action.until:
-            raise TransportError(f"the lease to write into {action.to} ended before the write could be posted")
+            raise NotNowError(f"the lease to write into {action.to} has ended")
         return agent.post("WRITE", local, remote, memory, name, pack_written(written))
 
     def observe(self) -> list[tuple[InFlight, bool]]:

@@ -67,8 +67,7 @@ class ForkedPeer:
         return self._answer()
 
     def kill(self) -> None:
-        """As a power failure would."""
+        """As a power failure would. Harmless when it is dead."""
         self.process.kill()
         self.process.join()
-        self.process.close()
         self._pipe.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,6 +29,14 @@ def test_holds_exactly_what_was_added(spans) -> None:
     made, model = built(spans), positions(spans)
     assert positions(made) == model
     assert len(made) == len(model)
+
+
+@given(st.lists(SPANS), SPANS)
+def test_holds_nothing_of_what_was_removed(spans, gone) -> None:
+    made = built(spans)
+    made.remove(*gone)
+    assert positions(made) == positions(spans) - positions([gone])
+    assert all(end < start for (_, end), (start, _) in itertools.pairwise(made))
 
 
 @given(st.lists(SPANS))

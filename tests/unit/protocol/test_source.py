@@ -281,6 +281,37 @@ def test_a_lease_that_ended_stops_posting_until_it_is_renewed_and_cannot_be_shor
     assert posts(rig.do("leased", D, rig.now + 1.0)) == [(4, 8)]
 
 
+def test_who_is_suspended_is_not_posted_to_before_the_lease_is_renewed() -> None:
+    """After a broken connection, whose is not known, it is nobody's turn."""
+    rig = Rig()
+    rig.do("leased", D2, 1e6)
+    rig.start()
+    rig.register()
+    assert posts(rig.progress(4, (5,))) == [(0, 4)]
+    rig.source.suspend()
+    assert posts(rig.progress(8, (6,))) == []
+    assert posts(rig.do("leased", D2, 2e6)) == []
+    assert posts(rig.do("leased", D, rig.now + 1.0)) == [(4, 8)]
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_what_could_not_be_begun_is_posted_when_the_lease_is_renewed(cancelled) -> None:
+    rig = Rig()
+    rig.start()
+    rig.register()
+    (first,) = [action for action in rig.progress(4, (5,)) if isinstance(action, PostWrite)]
+    (second,) = [action for action in rig.progress(8, (6,)) if isinstance(action, PostWrite)]
+    rig.do("written", first.transfer)
+    if cancelled:
+        rig.do("cancel", D, Cancel(H, 1, "enough"))
+        assert CancelAck(H, 1) in [a.message for a in rig.do("unposted", second.transfer) if isinstance(a, Send)]
+        assert posts(rig.do("leased", D, 2e6)) == []
+        return
+    assert posts(rig.do("unposted", second.transfer)) == []
+    assert posts(rig.wait(1.0)) == []
+    assert posts(rig.do("leased", D, 2e6)) == [(4, 8)]
+
+
 def test_nothing_is_posted_twice() -> None:
     rig = Rig()
     rig.start()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import socket
 import threading
+import time
 
 import pytest
 
@@ -64,3 +65,22 @@ def test_a_call_that_has_returned_is_left_alone() -> None:
     assert other.is_alive(), "no moment without files for a call that is over"
     other.times = 0
     other.join()
+
+
+def test_the_socket_that_is_open_while_one_looks_saves_nobody() -> None:
+    """The call holds its socket nearly all the time, so the first look takes that for a file that stays open."""
+
+    class Holding(Call):
+        def run(self) -> None:
+            while self.times:
+                self.tries += 1
+                try:
+                    with socket.socket():
+                        time.sleep(0.001)
+                except OSError:
+                    self.times -= 1
+
+    call = Holding(1)
+    rescue("d rank 0", call.is_alive).join(20)
+    assert not call.is_alive()
+    assert call.tries < 1_000

@@ -11,7 +11,7 @@ from kvxfer.protocol.ids import HandoffId, RankId
 from kvxfer.transport.reach import Reach
 from kvxfer.transport.threads import STUCK, Round
 from kvxfer.transport.twin import TwinAgent, TwinFabric
-from tests.support.ranks import Rank, wait_until
+from tests.support.ranks import FAST, Rank, wait_until
 
 A, B = RankId("a", "1", 0), RankId("b", "1", 0)
 
@@ -91,6 +91,34 @@ def test_after_a_broken_connection_the_living_go_on_when_they_have_answered(mode
             assert (sink.memory[:, [5, 6]] == source.memory[:, [1, 2]]).all()
         assert agents[poster.me.agent].posts[posts] > broke
         assert not agents[poster.me.agent].broke
+    finally:
+        source.close()
+        sink.close()
+
+
+class Brief(TwinAgent):
+    """Planning takes longer than the lease holds, once: the peer lives, and is only not asked in time."""
+
+    late = True
+
+    def add_peer(self, metadata: bytes, name: str = "") -> str:
+        if self.late:
+            type(self).late = False
+            time.sleep(FAST.lease)
+        return super().add_peer(metadata, name)
+
+
+def test_a_lease_that_ends_before_the_post_costs_a_living_peer_nothing(monkeypatch) -> None:
+    monkeypatch.setattr(Brief, "late", True)
+    fabric = TwinFabric()
+    source, sink = (Rank(name, fabric, make_agent=lambda name: Brief(name, fabric)) for name in "ps")
+    try:
+        source.fill([1, 2], 7)
+        sink.open(HandoffId("h"), "d", source.address, [5, 6], 8)
+        source.prefill(HandoffId("h"), "p", [1, 2], 8)
+        assert getattr(sink.wait("d"), "reason", None) is None
+        assert (sink.memory[:, [5, 6]] == source.memory[:, [1, 2]]).all()
+        assert not Brief.late
     finally:
         source.close()
         sink.close()
