@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from kvxfer.errors import TransportError
 from kvxfer.transport.agent import Status
 from kvxfer.transport.nixl_raw import RawAgent
-from kvxfer.transport.nixl_rescue import rescue
+from kvxfer.transport.nixl_rescue import rescue, restore
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -206,6 +206,8 @@ class NixlAgent:
             yield call
         finally:
             self._call = None
+            if self._interrupted is call:
+                restore()
             self._take_blame()
 
     def disturbed(self) -> bool:

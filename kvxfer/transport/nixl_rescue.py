@@ -34,6 +34,8 @@ PAUSE = 0.5
 """Seconds between two moments."""
 
 _lock = threading.Lock()
+_before: list[tuple[int, int]] = []
+"""The limits to go back to, while they are lowered."""
 
 
 def rescue(peer: str, under_way: Callable[[], bool]) -> threading.Thread:
@@ -46,24 +48,33 @@ def rescue(peer: str, under_way: Callable[[], bool]) -> threading.Thread:
 def _run(peer: str, under_way: Callable[[], bool]) -> None:
     logger.warning("a call to NIXL about %s, which is lost, does not return: it is made to fail", peer)
     while under_way():
-        with _lock:
-            _moment(under_way)
+        lowest_free = _lowest_free()
+        began = time.monotonic()
+        try:
+            while under_way() and (gone := (time.monotonic() - began) / MOMENT) < 1.0:
+                # What was open when looked at may have been the very socket that is made and closed all the time, and the
+                # folder that was listed: so lower, step by step. Not much: poll(2) refuses more files than the limit.
+                _lower(max(lowest_free - int(gone * STEPS), 3), under_way)
+                time.sleep(MOMENT / STEPS / 5)
+        finally:
+            restore()
         if under_way():
             time.sleep(PAUSE)
 
 
-def _moment(under_way: Callable[[], bool]) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    lowest_free = _lowest_free()
-    began = time.monotonic()
-    try:
-        while under_way() and (gone := (time.monotonic() - began) / MOMENT) < 1.0:
-            # What was open when looked at may have been the very socket that is made and closed all the time, and the folder
-            # that was listed: so lower, step by step. Not much lower: poll(2) refuses more files than the limit.
-            resource.setrlimit(resource.RLIMIT_NOFILE, (max(lowest_free - int(gone * STEPS), 3), hard))
-            time.sleep(MOMENT / STEPS / 5)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+def restore() -> None:
+    """Allow files to be opened again. The rescued thread does so first of all, since the rescuer may notice later."""
+    with _lock:
+        if _before:
+            resource.setrlimit(resource.RLIMIT_NOFILE, _before.pop())
+
+
+def _lower(limit: int, under_way: Callable[[], bool]) -> None:
+    with _lock:
+        if under_way():
+            if not _before:
+                _before.append(resource.getrlimit(resource.RLIMIT_NOFILE))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, _before[0][1]))
 
 
 def _lowest_free() -> int:

@@ -57,6 +57,32 @@ def test_two_at_once_leave_the_limit_as_it_was() -> None:
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == limits
 
 
+def test_the_rescued_thread_can_open_files_at_once(monkeypatch) -> None:
+    """It need not wait until the rescuer has noticed."""
+    monkeypatch.setattr(nixl_rescue, "MOMENT", 5.0)
+    over = threading.Event()
+    opened: list[str] = []
+
+    def call() -> None:
+        while not over.is_set():
+            try:
+                socket.socket().close()
+            except OSError:
+                over.set()
+        nixl_rescue.restore()
+        for _ in range(1_000):
+            try:
+                socket.socket().close()
+            except OSError as error:
+                opened.append(str(error))
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    rescue("d rank 0", lambda: not over.is_set()).join(20)
+    thread.join(20)
+    assert opened == []
+
+
 def test_a_call_that_has_returned_is_left_alone() -> None:
     call = Call(0)
     call.join()
