@@ -90,7 +90,7 @@ class Pair:
 
     def nothing_is_left(self) -> None:
         mover = self.stays.mover
-        for what in (mover.source, mover.sink, mover._in_flight):
+        for what in (mover.source, mover.sink, mover.transfers.in_flight):
             wait_until(lambda what=what: not len(what), SLACK, "an end of what the dead peer was part of")
         mover.check()
 
@@ -175,6 +175,6 @@ def test_restarts_of_a_peer_cost_nothing(pair, dying, times, record_property) ->
     assert slope < 200
     mover = pair.stays.mover
     assert sum(1 for _ in pair.stays.control.sessions) == 1
-    assert len(mover._reach._cards) == 1
-    assert len(mover._reach._agents) == (dying == "d"), "only who posts adds its peers to NIXL"
-    assert len(mover._agent._all) == 1, "NIXL agents whose peers are all dead must be closed"
+    assert len(mover.transfers.reach._cards) == 1
+    assert len(mover.transfers.reach._agents) == (dying == "d"), "only who posts adds its peers to NIXL"
+    assert len(mover.transfers.keeper.agent._all) == 1, "NIXL agents whose peers are all dead must be closed"

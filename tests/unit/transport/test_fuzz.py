@@ -228,10 +228,11 @@ def storm(seed: int, volume: int, secret: Secret | None, caplog, *, by_socket: i
         batch, sent, handoffs = 1000, 0, 0
         largest: dict[str, int] = {}
         while sent < volume:
-            handoff = HandoffId(f"real{handoffs}")
+            # As a router makes them: one changed letter of the last id must not be the next one.
+            handoff = HandoffId(f"real{handoffs}-{made.random.getrandbits(64):016x}")
             blocks, mine = [1 + handoffs % 20, 30 + handoffs % 20], [25, 40 + handoffs % 10]
             p.fill(blocks, handoffs)
-            d.control.send(p.me, m.Expect(handoff, 3.0))  # as an engine's scheduler does
+            d.control.send(p.me, m.Expect(handoff, 60.0))  # as an engine's scheduler does
             wait_until(lambda handoff=handoff: p.mover.source.state(handoff) is not None, what="the announcement")
             made.handoffs = [*made.handoffs[-4:], handoff]
             d.open(handoff, f"d{handoffs}", p.address, mine, 8)
