@@ -33,6 +33,8 @@ STEPS = 5
 PAUSE = 0.5
 """Seconds between two moments."""
 
+_moments = threading.Lock()
+"""One at a time: a rescuer opens a file itself, to see what is open."""
 _lock = threading.Lock()
 _before: list[tuple[int, int]] = []
 """The limits to go back to, while they are lowered."""
@@ -48,18 +50,23 @@ def rescue(peer: str, under_way: Callable[[], bool]) -> threading.Thread:
 def _run(peer: str, under_way: Callable[[], bool]) -> None:
     logger.warning("a call to NIXL about %s, which is lost, does not return: it is made to fail", peer)
     while under_way():
-        lowest_free = _lowest_free()
-        began = time.monotonic()
-        try:
-            while under_way() and (gone := (time.monotonic() - began) / MOMENT) < 1.0:
-                # What was open when looked at may have been the very socket that is made and closed all the time, and the
-                # folder that was listed: so lower, step by step. Not much: poll(2) refuses more files than the limit.
-                _lower(max(lowest_free - int(gone * STEPS), 3), under_way)
-                time.sleep(MOMENT / STEPS / 5)
-        finally:
-            restore()
+        with _moments:
+            _moment(under_way)
         if under_way():
             time.sleep(PAUSE)
+
+
+def _moment(under_way: Callable[[], bool]) -> None:
+    lowest_free = _lowest_free()
+    began = time.monotonic()
+    try:
+        while under_way() and (gone := (time.monotonic() - began) / MOMENT) < 1.0:
+            # What was open when looked at may have been the very socket that is made and closed all the time, and the folder
+            # that was listed: so lower, step by step. Not much lower: poll(2) refuses more files than the limit.
+            _lower(max(lowest_free - int(gone * STEPS), 3), under_way)
+            time.sleep(MOMENT / STEPS / 5)
+    finally:
+        restore()
 
 
 def restore() -> None:
