@@ -1,7 +1,7 @@
 """A way out of a call to NIXL that does not return because its peer is dead.
 
 NIXL's LIBFABRIC plugin repeats a post for as long as libfabric says "try again", and over tcp libfabric says so for as long as it
-can try to connect: for ever, once the peer's process is gone (NIXL 1.4.1, libfabric 2; the stack was looked at). The thread
+can try to connect: for ever, once the peer's process is gone (NIXL 1.4.1; the stack was looked at). The thread
 spins in there, without Python's lock, and neither library has a time-out or a way to cancel.
 
 What ends it is an attempt that fails at once instead of later. Each attempt makes a socket; so for a moment this process may not
@@ -12,6 +12,7 @@ call about it is under way; the alternative is a process that moves nothing any 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import resource
 import threading
@@ -50,7 +51,7 @@ def rescue(peer: str, under_way: Callable[[], bool]) -> threading.Thread:
 def _run(peer: str, under_way: Callable[[], bool]) -> None:
     logger.warning("a call to NIXL about %s, which is lost, does not return: it is made to fail", peer)
     while under_way():
-        with _moments:
+        with _moments, contextlib.suppress(OSError):  # of the listing: then no socket can be made as it is
             _moment(under_way)
         if under_way():
             time.sleep(PAUSE)
