@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from kvxfer.protocol.messages import unpack
+from kvxfer.transport.suspects import Answer
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -36,7 +37,7 @@ class Ear(Protocol):
     def hear(self, packed: bytes, route: Hashable) -> None:
         """Take what arrives."""
 
-    def knocked(self, rank: RankId, *, refused: bool) -> None:
+    def knocked(self, rank: RankId, answer: Answer) -> None:
         """Hear what became of a knock."""
 
     def broken(self, route: Hashable) -> None:
@@ -163,8 +164,10 @@ class Network:
 
     def _knocked(self, owner: Ear, rank: RankId, where: tuple[str, int]) -> None:
         unseen = self._cut.get(frozenset((owner.host, where[0])), 0.0) > self.world.now
-        if owner.alive and not unseen:
-            owner.knocked(rank, refused=where not in self.listeners)
+        if not owner.alive:
+            return
+        listens = Answer.ACCEPTS if where in self.listeners else Answer.REFUSES
+        owner.knocked(rank, Answer.NOTHING if unseen else listens)
 
     def close(self, wire: Wire) -> None:
         """Close a wire; what has left still arrives."""
@@ -256,6 +259,12 @@ class Wires:
         assert isinstance(route, tuple)
         wire = self._mine.get(route[1]) if route[0] == "out" else None
         return None if wire is None else wire.where
+
+    def came_from(self, route: Hashable) -> str:
+        """Return the host at the other end of a wire that somebody else dialed."""
+        assert isinstance(route, tuple)
+        wire = self._network.wires.get(route[1]) if route[0] != "out" else None
+        return "" if wire is None else wire.owner.host
 
     def knock(self, rank: RankId, host: str, port: int) -> None:
         """Find out whether anybody listens there."""

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from kvxfer.protocol.messages import AnyMessage, Message
     from kvxfer.protocol.peers import Timing
     from kvxfer.transport.dialer import Outcome
+    from kvxfer.transport.suspects import Answer
 
 BLOCK_SIZE = 4
 """Tokens in a block."""
@@ -63,6 +64,7 @@ class Channel:
         self._interval = timing.interval / 4
         self._todo: deque[Callable[[float], None]] = deque()
         self._inbox: deque[tuple[bytes, Hashable]] = deque()
+        self.switchboard.sessions.port = port
         network.listeners[self.host, port] = self
         process.sim.world.after(process.sim.world.random.uniform(0.0, self._interval), self._round)
 
@@ -91,9 +93,9 @@ class Channel:
             return
         self.switchboard.guarded(self.switchboard.receive, packed, route, self.process.clock())
 
-    def knocked(self, rank: RankId, *, refused: bool) -> None:
+    def knocked(self, rank: RankId, answer: Answer) -> None:
         """Hear what became of a knock."""
-        self.call(lambda now: self.switchboard.knocked(rank, now, refused=refused))
+        self.call(lambda now: self.switchboard.knocked(rank, now, answer))
 
     def broken(self, route: Hashable) -> None:
         """Hear that a dialed connection broke."""

@@ -104,12 +104,14 @@ class Hello(Message, frozen=True, tag="hello"):
     """Opens a session. ``card`` is the rank card (see ``kvxfer.layout.card``), empty from a scheduler process.
 
     ``interval`` and ``timeout`` are the sender's, in seconds: two sides that would think each other dead refuse at once.
+    ``port`` is where the sender's own process listens, on the host from which this comes; 0 where it does not say.
     """
 
     card: Card
     sent: Stamp
     interval: Duration = 0.0
     timeout: Duration = 0.0
+    port: Annotated[int, Meta(ge=0, lt=1 << 16)] = 0
 
 
 class Welcome(Message, frozen=True, tag="welcome"):

@@ -50,7 +50,7 @@ class Agent(Protocol):
         """
 
     def lost(self, name: str) -> None:
-        """Note that a peer's process is lost: of what is under way to it, fail what can no more harm this process's memory."""
+        """Note that a peer's process has ended: what is under way to it has failed."""
 
     def remove_peer(self, name: str) -> None:
         """Forget a peer. Its transfers must be terminal."""

@@ -21,6 +21,7 @@ import zmq
 from kvxfer.addresses import bare, endpoint, shown_at
 from kvxfer.errors import RemoteProtocolError, TransportError
 from kvxfer.protocol import messages
+from kvxfer.transport.suspects import Answer
 from kvxfer.transport.switchboard import Listener, Switchboard
 from kvxfer.transport.threads import run_on
 
@@ -78,6 +79,7 @@ class ControlChannel(threading.Thread):
             self._context.set(zmq.THREAD_AFFINITY_CPU_ADD, cpu)  # its I/O thread would be born pinned as well
         self._dealers: dict[zmq.Socket[bytes], _Dealer] = {}
         self._monitors: dict[zmq.Socket[bytes], zmq.Socket[bytes]] = {}
+        self._heard: zmq.Frame | None = None
         self._stopping = False
         self._router = self._context.socket(zmq.ROUTER)
         self._router.linger = 0
@@ -97,6 +99,7 @@ class ControlChannel(threading.Thread):
                 "Another process has this port, or the host has no such address: set control_port (and control_host) in "
                 "kv_connector_extra_config, or VLLM_NIXL_SIDE_CHANNEL_PORT and _HOST, to a free one"
             ) from error
+        self._switchboard.sessions.port = self.port
         self._poller = zmq.Poller()
         self._poller.register(self._router, zmq.POLLIN)
         self._poller.register(self._wake, zmq.POLLIN)
@@ -204,11 +207,12 @@ class ControlChannel(threading.Thread):
             if ear.closed:
                 return
             try:
-                frames = ear.recv_multipart(zmq.NOBLOCK)
+                frames = ear.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            route: Hashable = (ear, frames[0]) if ear is self._router else (ear, None)
-            self._switchboard.guarded(self._switchboard.receive, frames[-1], route, now)
+            self._heard = frames[-1]
+            route: Hashable = (ear, frames[0].bytes) if ear is self._router else (ear, None)
+            self._switchboard.guarded(self._switchboard.receive, frames[-1].bytes, route, now)
 
     def _watch(self, monitor: zmq.Socket[bytes], now: float) -> None:
         """Hear that a dialed connection broke."""
@@ -259,18 +263,27 @@ class ControlChannel(threading.Thread):
         dealer = self._dealers.get(_parts(route)[0])
         return None if dealer is None else dealer.where
 
+    def came_from(self, route: Hashable) -> str:
+        """Return the host from which the message that is being received came."""
+        if self._heard is None or _parts(route)[0] is not self._router:
+            return ""
+        try:
+            return str(self._heard.get("Peer-Address"))
+        except zmq.ZMQError:
+            return ""
+
     def knock(self, rank: RankId, host: str, port: int) -> None:
         """Connect in a thread of its own: a name may have to be looked up, and a host that is gone answers nothing."""
 
         def run() -> None:
-            refused = False
+            answer = Answer.ACCEPTS
             try:
                 socket.create_connection((bare(host), port), timeout=1.0).close()
             except ConnectionRefusedError:
-                refused = True
+                answer = Answer.REFUSES
             except OSError:
-                pass
-            self.call(lambda now: self._switchboard.knocked(rank, now, refused=refused))
+                answer = Answer.NOTHING
+            self.call(lambda now: self._switchboard.knocked(rank, now, answer))
 
         threading.Thread(target=run, name="kvxfer-knock", daemon=True).start()
 

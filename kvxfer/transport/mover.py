@@ -285,6 +285,7 @@ class Mover(threading.Thread):
                 self._lose(rank, reason, granted_until, now, dead=dead)
             case cmd.PeerEnded(rank):
                 self.sink.peer_ended(rank, now)
+                self.transfers.ended_process(rank)
             case _:
                 raise LocalProtocolError(f"no handler for {command!r}")
 
@@ -335,7 +336,10 @@ class Mover(threading.Thread):
         self._run(self.sink.peer_lost(rank, reason, granted_until, now, dead=dead))
         self._run(self.source.peer_lost(rank, reason, now))
         self._openings.lost(rank)
-        self.transfers.lost(rank)
+        if dead:
+            self.transfers.ended_process(rank)
+        else:
+            self.transfers.lost(rank)
 
     def _ask_for_disturbance(self) -> None:
         if self.transfers.disturbed():

@@ -43,6 +43,10 @@ _STATUS = {"DONE": Status.DONE, "PROC": Status.PENDING}
 _LATER = re.compile(r"~\d+\Z")
 
 
+_made: dict[str, int] = {}
+"""How many NIXL agents this process has made for a rank."""
+
+
 class NixlAgent:
     """The agent of one rank: one NIXL agent at a time for new peers, earlier ones for those that know them.
 
@@ -55,8 +59,9 @@ class NixlAgent:
         self.backend = backend
         self._options = dict(options or {})
         self._registered: list[tuple[Sequence[tuple[int, int, int]], str]] = []
-        self._raw = RawAgent(name, backend, self._options)
-        self._made = 1
+        # A peer that knew an earlier agent of this rank, which was closed, must not take this one for it.
+        self._made = _made[name] = _made.get(name, 0) + 1
+        self._raw = RawAgent(name if self._made == 1 else f"{name}~{self._made}", backend, self._options)
         self._all = [self._raw]
         self._of_peer: dict[str, tuple[RawAgent, str]] = {}  # with the peer's name in NIXL
         self._under_way: list[_Posted] = []
@@ -79,7 +84,7 @@ class NixlAgent:
         self._raw.meet(name)
         if not self._raw.full:
             return False
-        self._made += 1
+        self._made = _made[self.name] = _made[self.name] + 1
         fresh = RawAgent(f"{self.name}~{self._made}", self.backend, self._options)
         for spans, memory in self._registered:
             fresh.register(spans, memory)
@@ -99,11 +104,8 @@ class NixlAgent:
         return name
 
     def lost(self, name: str) -> None:
-        """Note that a peer's process is lost: writes to it have failed, and reads if their connection may have broken.
-
-        A read from a process that is only out of hearing may still land here; it stays under way until NIXL says otherwise.
-        """
-        for one in [one for one in self._under_way if one.peer == name and (one.write or one.doubted)]:
+        """Note that a peer's process has ended: all that is under way to it has failed, whether or not NIXL will ever say so."""
+        for one in [one for one in self._under_way if one.peer == name]:
             self._end(one, Status.FAILED)
 
     def remove_peer(self, name: str) -> None:
@@ -147,7 +149,7 @@ class NixlAgent:
             raw.keep(handle)
             self._disturbed = True
             raise TransportError(f"NIXL could not post a {operation} to {peer}: {error}") from error
-        posted = _Posted(raw, handle, peer, write=operation == "WRITE")
+        posted = _Posted(raw, handle, peer)
         self._under_way.append(posted)
         self._posted_at[peer] = time.monotonic()
         status = _STATUS.get(state, Status.FAILED)
@@ -252,12 +254,11 @@ class NixlAgent:
 class _Posted:
     """A posted transfer: its last known status, and since when it may have been among those that broke."""
 
-    __slots__ = ("doubted", "handle", "peer", "raw", "status", "write")
+    __slots__ = ("doubted", "handle", "peer", "raw", "status")
 
-    def __init__(self, raw: RawAgent, handle: Any, peer: str, *, write: bool) -> None:
+    def __init__(self, raw: RawAgent, handle: Any, peer: str) -> None:
         self.raw = raw
         self.handle = handle
         self.peer = peer
-        self.write = write
         self.status = Status.PENDING
         self.doubted = 0.0

@@ -1,5 +1,10 @@
 """Whom a mover can reach: its peers' cards and agents, and who is known to live.
 
+What the agent has loaded of a peer outlives its sessions: two processes that both live and have only not heard each other for a
+while go on with the connection that they have. (NIXL 1.4.1 over tcp: when one side alone forgets the other and loads it again,
+its handshake is never answered.) It is forgotten when the process has ended, another has taken its place, its keys are others,
+or after ``KEPT``.
+
 A call to NIXL that concerns a peer which does not answer may never return (``nixl_raw``), and when a connection breaks NIXL does
 not say whose. So after that, a peer is reached only once it has answered something that was said later. What carries such
 an answer says, by this process's own clock, when it was asked for.
@@ -19,6 +24,10 @@ if TYPE_CHECKING:
     from kvxfer.transport.agent import Agent
 
 
+KEPT = 600.0
+"""Seconds without a session after which a peer that is not known to have ended is forgotten all the same."""
+
+
 class NotNowError(TransportError):
     """Nothing may be posted to a peer before it has been heard from."""
 
@@ -28,18 +37,37 @@ class Reach:
 
     def __init__(self) -> None:
         self._cards: dict[RankId, RankCard] = {}
-        self._agents: dict[RankId, str] = {}
+        self._agents: dict[RankId, tuple[str, bytes]] = {}  # with the metadata that was loaded
+        self._left: dict[RankId, float] = {}
         self._answered: dict[RankId, float] = {}
         self._doubt_since = -math.inf
 
     def up(self, peer: RankId, card: RankCard) -> None:
         """Note that a session with a peer was opened."""
         self._cards[peer] = card
+        self._left.pop(peer, None)
 
-    def lost(self, peer: RankId) -> None:
+    def lost(self, peer: RankId, now: float) -> None:
         """Note that it ended."""
-        for known in (self._cards, self._agents, self._answered):
-            known.pop(peer, None)
+        self._cards.pop(peer, None)
+        self._answered.pop(peer, None)
+        if peer in self._agents:
+            self._left[peer] = now
+
+    def over(self, peer: RankId, now: float) -> list[RankId]:
+        """Return whom to forget now that ``peer`` has a session: earlier lives of it, and who left long ago."""
+        same = [p for p in self._agents if (p.engine, p.rank) == (peer.engine, peer.rank) and p != peer]
+        return same + [p for p, left in self._left.items() if now - left > KEPT and p not in same]
+
+    def forget(self, peer: RankId) -> None:
+        """Note that the agent does not have a peer any more."""
+        self._agents.pop(peer, None)
+        self._left.pop(peer, None)
+
+    def reset(self) -> None:
+        """Note that there is another agent, which knows nobody."""
+        self._agents.clear()
+        self._left.clear()
 
     def doubt(self, now: float) -> None:
         """Note that some peer's connection broke: whoever has not answered anything said since may be dead."""
@@ -57,17 +85,21 @@ class Reach:
             raise TransportError(f"{peer} has no open session")
         if self._answered.get(peer, 0.0) <= self._doubt_since:
             raise NotNowError(f"a connection broke just now, and {peer} has not answered since")
-        name = self._agents.get(peer)
-        if name is None:
+        name, loaded = self._agents.get(peer, ("", b""))
+        if name and loaded != card.agent:  # it has revoked its keys
+            self.forget(peer)
+            agent.remove_peer(name)
+            name = ""
+        if not name:
             name = agent.add_peer(card.agent, peer.agent)
             if name != peer.agent:
                 raise TransportError(f"{peer} shows the memory of {shown(name)} for its own")
-            self._agents[peer] = name
+            self._agents[peer] = name, card.agent
         return name, card
 
     def has(self, name: str) -> bool:
-        """Tell whether an agent belongs to a peer with an open session."""
-        return name in self._agents.values()
+        """Tell whether the agent has a peer of this name that is not to be forgotten."""
+        return any(name == known for known, _ in self._agents.values())
 
     def peers(self) -> list[RankId]:
         """Return the peers with an open session."""

@@ -33,7 +33,7 @@ class Session:
     card: RankCard | None
     since: float
     listens: tuple[str, int] | None = None
-    """Where the peer's process listens, if it was called there."""
+    """Where the peer's process listens, if it was called there, or was seen to listen there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,8 @@ class Sessions:
         self.me = me
         self.timing = timing
         self.card: RankCard | None = None
+        self.port = 0
+        """Where this process listens, for peers that it calls."""
         self._by_rank: dict[RankId, Session] = {}
 
     def get(self, rank: RankId) -> Session | None:
@@ -65,7 +67,7 @@ class Sessions:
 
     def hello(self, now: float) -> messages.Hello:
         """Make the message that opens a session."""
-        return messages.Hello(self._card(), now, self.timing.interval, self.timing.timeout)
+        return messages.Hello(self._card(), now, self.timing.interval, self.timing.timeout, self.port)
 
     def accept(
         self, rank: RankId, message: messages.Hello, route: Hashable, now: float

@@ -10,6 +10,7 @@ No sockets here: the switchboard knocks.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,6 +20,14 @@ if TYPE_CHECKING:
 
 AGAIN = 0.25
 """Seconds between two knocks: a process that is being killed closes its connections before its port, or after it."""
+
+
+class Answer(Enum):
+    """What became of a knock."""
+
+    ACCEPTS = "accepts"
+    REFUSES = "refuses"
+    NOTHING = "nothing"
 
 
 @dataclass(slots=True)

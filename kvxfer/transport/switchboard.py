@@ -21,7 +21,7 @@ from kvxfer.transport.dialer import Dialer
 from kvxfer.transport.links import CURE, Links, NotAdmittedError
 from kvxfer.transport.refusals import Refusals
 from kvxfer.transport.sessions import Lost, Session, Sessions
-from kvxfer.transport.suspects import Suspects
+from kvxfer.transport.suspects import Answer, Suspects
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -79,8 +79,11 @@ class Wires(Protocol):
     def where(self, route: Hashable) -> tuple[str, int] | None:
         """Return the address to which a route was dialed; None for one that a peer opened."""
 
+    def came_from(self, route: Hashable) -> str:
+        """Return the numeric host from which the message that is being received came; empty where that is not known."""
+
     def knock(self, rank: RankId, host: str, port: int) -> None:
-        """Find out whether a peer's port refuses connections, and say so to ``knocked``; return at once."""
+        """Find out whether a peer's port takes connections, and say so to ``knocked``; return at once."""
 
     def dialed(self, route: Hashable) -> EngineAddress | None:
         """Return the call on whose behalf a route was dialed; None for one that a peer opened."""
@@ -111,6 +114,7 @@ class Switchboard:
         self._wires = wires
         self._dialer = Dialer(self, connect_timeout)
         self._suspects = Suspects(3 * timing.timeout)
+        self._said: dict[RankId, tuple[str, int]] = {}  # where a peer says that it listens, until it has been seen
         self._links = None if secret is None else Links(me, secret, wires.put)
         self._refusals = Refusals(logger)
         self._now = 0.0
@@ -159,10 +163,16 @@ class Switchboard:
         for suspect in self._suspects.due(now):
             self._wires.knock(*suspect)
 
-    def knocked(self, rank: RankId, now: float, *, refused: bool) -> None:
+    def knocked(self, rank: RankId, now: float, answer: Answer) -> None:
         """Hear what became of a knock. Nobody listens at a port that refuses: its process has ended."""
         self._now = now
-        if not refused:
+        if (said := self._said.pop(rank, None)) is not None:
+            # The first knock, while it lives: behind an address translation it does not listen where it seems to be.
+            session = self.sessions.get(rank)
+            if session is not None and answer is Answer.ACCEPTS:
+                session.listens = session.listens or said
+            return
+        if answer is not Answer.REFUSES:
             return
         self._suspects.clear(rank)
         if self.is_open(rank):
@@ -299,6 +309,10 @@ class Switchboard:
             return
         session = self.sessions.get(sender)
         assert session is not None
+        host = self._wires.came_from(route)
+        if session.listens is None and host and message.port:
+            self._said[sender] = (host, message.port)
+            self._wires.knock(sender, host, message.port)
         self._listener.on_up(sender, session.card)
 
     def _answer(
@@ -346,6 +360,7 @@ class Switchboard:
     def _lose(self, lost: Iterable[Lost]) -> None:
         for one in lost:
             session: Session = one.session
+            self._said.pop(session.rank, None)
             self._refusals.line(f"lost {session.rank}: {one.reason}", self._now)
             if one.dead:
                 self._suspects.clear(session.rank)

@@ -63,12 +63,20 @@ class Transfers:
 
     def up(self, rank: RankId, card: RankCard) -> bool:
         """Note that a session with a peer was opened. True when whoever comes next needs the agent's new metadata."""
+        for old in self.reach.over(rank, self._clock()):
+            self.reach.forget(old)
+            self._forget(old.agent)
         self.reach.up(rank, card)
         return self.keeper.agent.meet(rank.agent)
 
     def lost(self, rank: RankId) -> None:
-        """Forget a peer, and its agent when nothing of ours is under way to it."""
-        self.reach.lost(rank)
+        """Note that a session ended. What is under way goes on: the peer may only be out of hearing."""
+        self.reach.lost(rank, self._clock())
+
+    def ended_process(self, rank: RankId) -> None:
+        """Note that a peer's process has ended: what is under way to it has failed, and nothing of it is needed any more."""
+        self.reach.lost(rank, self._clock())
+        self.reach.forget(rank)
         self.keeper.agent.lost(rank.agent)
         self._forget(rank.agent)
 
@@ -156,6 +164,7 @@ class Transfers:
             self._release(one)
         self.keeper.close()
         stopped, self.in_flight = self.in_flight, []
+        self.reach.reset()
         return stopped
 
     def _release(self, one: InFlight) -> None:

@@ -11,6 +11,7 @@ import pytest
 import zmq
 
 from kvxfer import addresses
+from kvxfer.bench.process import free_ports
 from kvxfer.errors import RemoteProtocolError, TransportError
 from kvxfer.layout.blocks import CacheLayout, Region
 from kvxfer.layout.card import RankCard
@@ -705,3 +706,27 @@ def test_dialed_sockets_and_their_monitors_are_closed(engines) -> None:
         p.control.renew(p.control.sessions.card)
         wait_until(lambda: d.control.sessions.get(p.me) is None, what="its end")
         wait_until(lambda: not d.control._dealers and not d.control._monitors, what="the sockets' end")
+
+
+def test_the_called_side_knows_where_its_caller_listens_once_it_has_seen_it_there(engines) -> None:
+    slow = Timing(interval=0.1, timeout=60.0, lease=4.0, margin=0.05)
+    p, d = engines("p", timing=slow), engines("d", timing=slow)
+    d.control.connect(p.address())
+    wait_until(lambda: p.control.sessions.get(d.me) and p.control.sessions.get(d.me).listens, what="the knock")
+    assert p.control.sessions.get(d.me).listens == ("127.0.0.1", d.control.port)
+    d.control.stop()
+    wait_until(lambda: p.of("lost"), what="the loss")
+    assert p.dead == [d.me], "after two missed beats"
+
+
+def test_a_caller_that_cannot_be_seen_where_it_says_it_listens_is_never_thought_dead(engines) -> None:
+    """Behind an address translation, what refuses there is somebody else."""
+    p, d = engines("p"), engines("d")
+    d.control.sessions.port = free_ports(1)[0]
+    d.control.connect(p.address())
+    d.wait("outcome")
+    wait_until(lambda: not p.control._switchboard._said, what="the knock")
+    assert p.control.sessions.get(d.me).listens is None
+    d.control.stop()
+    wait_until(lambda: p.of("lost"), what="the loss")
+    assert p.dead == []

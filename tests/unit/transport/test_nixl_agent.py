@@ -108,6 +108,7 @@ def agent(monkeypatch):
     monkeypatch.setitem(sys.modules, "nixl._api", api)
     monkeypatch.setattr("kvxfer.transport.nixl_raw.ensure_native_libraries", lambda backend: None)
     monkeypatch.setattr(Double, "made", [])
+    monkeypatch.setattr("kvxfer.transport.nixl._made", {})
     return NixlAgent("a")
 
 
@@ -202,14 +203,22 @@ def test_a_doubtful_transfer_ends_in_time(agent, monkeypatch) -> None:
     assert [agent.status(one) for one in transfers] == [Status.FAILED] * 2
 
 
-def test_a_read_from_a_peer_that_is_only_silent_stays_under_way(agent) -> None:
-    """It may still land in this process's memory."""
-    agent.add_peer(b"silent")
-    read, write = post(agent, "silent", "READ"), post(agent, "silent", "WRITE")
-    agent.lost("silent")
-    assert (agent.status(read), agent.status(write)) == (Status.PENDING, Status.FAILED)
-    Double.made[0].handles[0].state = "DONE"
-    assert agent.status(read) is Status.DONE
+def test_what_is_under_way_to_a_process_that_has_ended_has_failed_and_nothing_else(agent) -> None:
+    for peer in (b"dead", b"silent"):
+        agent.add_peer(peer)
+    posted = [post(agent, peer, operation) for peer in ("dead", "silent") for operation in ("READ", "WRITE")]
+    agent.lost("dead")
+    assert [agent.status(one) for one in posted] == [Status.FAILED] * 2 + [Status.PENDING] * 2
+    Double.made[0].handles[2].state = "DONE"
+    assert agent.status(posted[2]) is Status.DONE
+
+
+def test_an_agent_made_after_one_was_closed_has_a_name_of_its_own_in_nixl(agent) -> None:
+    """Its peers' NIXL would otherwise take it for the one that they know."""
+    agent.close()
+    again = NixlAgent("a")
+    assert [double.name for double in Double.made] == ["a", "a~2"]
+    assert again.name == "a"
 
 
 def test_a_post_that_fails_is_told_and_disturbs(agent, monkeypatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from kvxfer.errors import TransportError
 from kvxfer.protocol.ids import HandoffId, RankId
-from kvxfer.transport.reach import Reach
+from kvxfer.transport.reach import KEPT, Reach
 from kvxfer.transport.threads import STUCK, Round
 from kvxfer.transport.twin import TwinAgent, TwinFabric
 from tests.support.ranks import FAST, Rank, wait_until
@@ -41,11 +41,44 @@ def test_who_has_not_answered_since_a_connection_broke_is_not_reached() -> None:
     assert reach.of(B, me)[0] == B.agent
     with pytest.raises(TransportError, match="has not answered since"):
         reach.of(A, me)
-    assert reach.has(A.agent)
-    reach.lost(A)
-    assert not reach.has(A.agent)
+    reach.lost(A, 50.0)
     with pytest.raises(TransportError, match="no open session"):
         reach.of(A, me)
+
+
+def test_what_is_loaded_of_a_peer_outlives_its_session_and_not_its_life() -> None:
+    fabric = TwinFabric()
+    me, adds = TwinAgent("me", fabric), []
+    add = me.add_peer
+    me.add_peer = lambda metadata, name="": adds.append(name) or add(metadata, name)
+    reach, card = Reach(), Card(TwinAgent(A.agent, fabric))
+    for _ in range(2):
+        reach.up(A, card)
+        reach.of(A, me)
+        reach.lost(A, 100.0)
+    assert adds == [A.agent]
+    assert reach.has(A.agent)
+    assert reach.over(A, 100.0) == reach.over(B, 100.0 + KEPT) == []
+    assert reach.over(B, 101.0 + KEPT) == [A], "nobody has heard of it for long"
+    again = RankId(A.engine, "2", A.rank)
+    assert reach.over(again, 100.0) == [A], "another process has taken its place"
+    reach.forget(A)
+    assert not reach.has(A.agent)
+    reach.up(A, card)
+    reach.of(A, me)
+    reach.reset()
+    assert not reach.has(A.agent)
+    assert adds == [A.agent] * 2
+
+
+def test_a_peer_with_other_keys_is_loaded_anew() -> None:
+    fabric = TwinFabric()
+    me, reach = TwinAgent("me", fabric), Reach()
+    for _ in range(2):
+        other = TwinAgent(A.agent, fabric)
+        reach.up(A, Card(other))
+        assert reach.of(A, me)[0] == A.agent
+        assert me.peers[A.agent].key == other.key
 
 
 class Wary(TwinAgent):
