@@ -4,13 +4,15 @@ Everything but the sockets and the thread, which ``control`` adds: here a *route
 on, so a simulation can carry the messages instead. One owner calls it; times are passed in.
 
 Wire safety is that of ``protocol.messages``: everything is decoded by schema, an envelope for another incarnation is answered
-with Stale and dropped, and nothing that a peer sends raises more than RemoteProtocolError. With a shared secret, nothing is
-acted upon that ``links`` has not admitted. What is refused is said once and counted (``refusals``).
+with Stale and dropped, and nothing that a peer sends raises more than RemoteProtocolError. A session's words end with it: what
+its connection still delivers later, when the same two processes have long opened another, is dropped. With a shared secret,
+nothing is acted upon that ``links`` has not admitted. What is refused is said once and counted (``refusals``).
 """
 
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvxfer.errors import RemoteProtocolError
@@ -34,6 +36,10 @@ if TYPE_CHECKING:
     from kvxfer.transport.dialer import Outcome
 
 logger = logging.getLogger("kvxfer.control")
+
+
+ENDED_ROUTES = 4096
+"""Routes of ended sessions that are remembered."""
 
 
 class Listener(Protocol):
@@ -118,6 +124,7 @@ class Switchboard:
         self._links = None if secret is None else Links(me, secret, wires.put)
         self._refusals = Refusals(logger)
         self._now = 0.0
+        self._ended: OrderedDict[Hashable, None] = OrderedDict()
 
     # --- what the owner asks for ------------------------------------------------------------------------------------
 
@@ -286,6 +293,8 @@ class Switchboard:
         if session is None:
             self._say(route, sender.incarnation, messages.Stale())
             return
+        if route in self._ended:
+            return  # said in an earlier session: nobody waits for it, and its registrations are over
         session.liveness.touch(now)
         self._suspects.clear(sender)
         if self._wires.dialed(route) is None:
@@ -303,6 +312,7 @@ class Switchboard:
         self._lose(self.sessions.begun_anew(sender, message.sent))
         self._lose(self.sessions.replaced(sender))
         answer = self.sessions.accept(sender, message, route, now)
+        self._ended.pop(route, None)
         self._say(route, sender.incarnation, answer)
         if isinstance(answer, messages.Refused):
             self._refusals.note(str(sender), "hello", f"{sender}: {answer.reason}", now)
@@ -368,6 +378,10 @@ class Switchboard:
                 self._suspect(session)
             if self._wires.dialed(session.route) is not None:
                 self._hang_up(session.route)
+            else:
+                self._ended[session.route] = None
+                if len(self._ended) > ENDED_ROUTES:
+                    self._ended.popitem(last=False)
             self.guarded(self._on_lost, session.rank, one.reason, session.liveness.granted_until, one.dead)
 
     def _on_lost(self, rank: RankId, reason: str, granted_until: float, dead: bool) -> None:

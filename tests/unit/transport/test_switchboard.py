@@ -1,0 +1,137 @@
+"""A switchboard without sockets: what belongs to a session ends with it, however late it arrives."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvxfer.layout.blocks import CacheLayout, Region
+from kvxfer.layout.card import RankCard
+from kvxfer.protocol import messages
+from kvxfer.protocol.ids import HandoffId, RankId
+from kvxfer.protocol.messages import pack, unpack
+from kvxfer.protocol.peers import Timing
+from kvxfer.transport import switchboard
+from kvxfer.transport.switchboard import Switchboard
+
+ME, PEER = RankId("p", "me", 0), RankId("d", "i1", 0)
+LAYOUT = CacheLayout(4, 8, "float32", 1, 1, 4, "test", "DRAM", (Region("r", 0, 64, 64, 0),), ((0, 512, 0),))
+HANDOFF = HandoffId("h")
+WORDS = [
+    messages.Register(HANDOFF, 1, "push", 0, 4, b"\0\0\0\0", 1.0),
+    messages.Cancel(HANDOFF, 1, "why"),
+    messages.Heartbeat(sent=60.0, echo=100.0, lease=1000.0),
+]
+
+
+class Heard:
+    """A listener."""
+
+    def __init__(self) -> None:
+        self.messages, self.lost, self.leases = [], [], []
+
+    def on_message(self, frm, message):
+        self.messages.append(message)
+
+    def beating(self, now):
+        return True
+
+    def on_lost(self, rank, reason, granted_until, *, dead):
+        self.lost.append(rank)
+
+    def on_lease(self, rank, until, asked):
+        self.leases.append(until)
+
+    def on_up(self, rank, card): ...
+
+    def on_round(self, now): ...
+
+
+class Wires:
+    """Every route leads from the peer, who dialed it."""
+
+    def __init__(self) -> None:
+        self.said = []
+
+    def put(self, route, packed):
+        self.said.append((route, unpack(packed)[1]))
+
+    def where(self, route):
+        return None
+
+    def came_from(self, route):
+        return ""
+
+    def knock(self, rank, host, port):
+        raise AssertionError(rank)
+
+    def dialed(self, route):
+        return None
+
+
+@pytest.fixture
+def heard():
+    return Heard()
+
+
+@pytest.fixture
+def board(heard):
+    made = Switchboard(ME, heard, Wires(), Timing(), 3.0)
+    made.sessions.card = RankCard("p", "m", 0, 1, 0, 1, "twin", LAYOUT, b"a")
+    return made
+
+
+def say(board, message, route, now):
+    board.receive(pack(PEER, ME.incarnation, message), route, now)
+
+
+def greet(board, route, now, sent):
+    card = RankCard("d", "m", 0, 1, 0, 1, "twin", LAYOUT, b"a")
+    say(board, messages.Hello(card.to_builtins(), sent), route, now)
+
+
+def silence(board):
+    board.tick(106.0)
+
+
+def greeted_anew(board):
+    greet(board, "second", 101.0, sent=56.0)
+
+
+@pytest.mark.parametrize("word", WORDS, ids=lambda word: type(word).__name__)
+@pytest.mark.parametrize("lost", [silence, greeted_anew])
+def test_what_an_ended_session_has_said_is_not_heard_in_the_next(board, heard, lost, word):
+    greet(board, "first", 100.0, sent=50.0)
+    lost(board)
+    greet(board, "second", 107.0, sent=57.0)
+    said = len(board._wires.said)
+    say(board, word, "first", 108.0)
+    assert (heard.messages, heard.leases) == ([], [])
+    assert board.sessions.get(PEER).route == "second"
+    assert board.sessions.get(PEER).liveness.last_heard == 107.0
+    assert len(board._wires.said) == said, "nothing that could end the peer's new session"
+    say(board, word, "second", 108.0)
+    assert len(heard.messages) + len(heard.leases) == 1
+
+
+def test_without_a_session_an_ended_route_is_answered_like_any_other(board, heard):
+    greet(board, "first", 100.0, sent=50.0)
+    silence(board)
+    assert heard.lost == [PEER]
+    say(board, WORDS[0], "first", 107.0)
+    assert board._wires.said[-1] == ("first", messages.Stale())
+
+
+def test_a_session_may_go_on_by_another_route(board, heard):
+    greet(board, "first", 100.0, sent=50.0)
+    say(board, WORDS[0], "second", 101.0)
+    assert board.sessions.get(PEER).route == "second"
+    assert heard.messages == [WORDS[0]]
+
+
+def test_so_many_ended_routes_are_remembered(board, heard, monkeypatch):
+    monkeypatch.setattr(switchboard, "ENDED_ROUTES", 2)
+    for number in range(4):
+        greet(board, number, 100.0 + number, sent=50.0 + number)
+    say(board, WORDS[0], 1, 104.0)
+    assert heard.messages == []
+    assert list(board._ended) == [1, 2]
