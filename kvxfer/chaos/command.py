@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     from kvxfer.chaos.run import Summary
     from kvxfer.chaos.simulation import Result
 
+SOME = 8
+"""Names that are shown where there may be hundreds; ``--json`` has them all."""
+
 
 def chaos(
     *,
@@ -47,12 +50,15 @@ def _say(result: Result) -> None:
 
 
 def _show(summary: Summary) -> None:
+    from kvxfer.chaos.coverage import ENOUGH
+
     told = summary.to_json()
     for name in ("seeds", "handoffs", "moved", "events", "seconds"):
         typer.echo(f"{name:<15} {told[name]:,}")
     typer.echo(f"{'faults':<15} " + ", ".join(f"{kind} {count:,}" for kind, count in told["faults"].items()))
-    taken = sum(1 for counts in summary.coverage.values() for count in counts.values() if count)
-    typer.echo(f"{'transitions':<15} {taken} taken; never: {', '.join(told['never_taken']) or 'none'}")
+    for what, kind in (("transitions", "seldom_taken"), ("faults × states", "seldom_struck")):
+        few = told[kind]
+        typer.echo(f"{what:<15} {len(few)} fewer than {ENOUGH} times{', ' + ', '.join(few[:SOME]) if few else ''}")
     for check, count in summary.violations.items():
         typer.echo(f"{check:<15} {count:,}")
     if summary.failing:

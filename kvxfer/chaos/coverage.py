@@ -1,4 +1,7 @@
-"""Which transitions of the protocol's tables are taken, counted from outside: the machines themselves know nothing of it."""
+"""What a run has seen: which transitions were taken, and which faults struck in which states.
+
+Transitions are counted from outside, the machines know nothing of it. Faults are counted by whoever inflicts them.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,18 @@ import contextlib
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from kvxfer.chaos.possible import IMPOSSIBLE, POSSIBLE
 from kvxfer.protocol import peers, sink, source
 from kvxfer.protocol.source_delivery import Delivery
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
 Coverage = dict[str, Counter[str]]
-"""Table → "state/event" → how often."""
+"""Table → "state/event" → how often; or fault → "side/state" → how often."""
+
+ENOUGH = 100
+"""How often each transition must have been taken, and each fault struck in each state, in a run of 2,000 seeds."""
 
 
 @contextlib.contextmanager
@@ -33,8 +40,8 @@ def counting(coverage: Coverage) -> Iterator[None]:
             setattr(cls, "_step", original)  # noqa: B010
 
 
-def missing(coverage: Coverage) -> list[str]:
-    """Name the transitions that were never taken."""
+def seldom_taken(coverage: Mapping[str, Counter[str]], enough: int = ENOUGH) -> list[str]:
+    """Name the transitions that were taken fewer times than that."""
     tables: dict[str, Any] = {
         "source": source.TRANSITIONS,
         "sink": sink.TRANSITIONS,
@@ -45,7 +52,27 @@ def missing(coverage: Coverage) -> list[str]:
         for name, table in tables.items()
         for state, row in table.items()
         for event in row
-        if not coverage.get(name, Counter())[f"{state.value}/{event.value}"]
+        if coverage.get(name, Counter())[f"{state.value}/{event.value}"] < enough
+    ]
+
+
+def seldom_struck(struck: Mapping[str, Counter[str]], enough: int = ENOUGH) -> list[str]:
+    """Name the possible pairs of fault and state that were seen fewer times than that."""
+    return [
+        f"{fault}: {state}"
+        for fault, states in POSSIBLE.items()
+        for state in states
+        if struck.get(fault, Counter())[state] < enough
+    ]
+
+
+def not_foreseen(struck: Mapping[str, Counter[str]]) -> list[str]:
+    """Name the pairs that were seen and are thought impossible, with the reason that must be wrong."""
+    return [
+        f"{fault}: {state}: {why}"
+        for fault, states in IMPOSSIBLE.items()
+        for state, why in states.items()
+        if struck.get(fault, Counter())[state]
     ]
 
 

@@ -1,28 +1,31 @@
 """Simulated connections that carry control messages, with what sockets under ZeroMQ may do to them.
 
 A ``Wire`` is a DEALER connected to an address. Within a connection order is kept; between connections it is not. A connection
-that breaks loses what is under way in both directions, some of which may have arrived; the dialer connects anew by itself,
-what it sends meanwhile waits, and the listener sees a new route. Where nobody listens, connecting is tried again for as long
-as the wire is open. A partition stalls what an engine says to another, in one direction or in both, which then comes late and
-at once; or lets it take seconds; or breaks their connections until it is over.
+that breaks loses what is under way in both directions, some of which may have arrived; the dialer connects anew by itself, what
+it sends meanwhile waits for whoever listens there by then, and the listener sees a new route. Where nobody listens, connecting
+is tried again for as long as the wire is open. A partition stalls what an engine says to another, in one direction or in both,
+which then comes late and at once; or lets it take seconds; or breaks their connections until it is over.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from kvxfer.chaos import concern
 from kvxfer.protocol.messages import unpack
 from kvxfer.transport.suspects import Answer
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
-    from kvxfer.chaos.world import World
+    from kvxfer.chaos.simulation import Simulation
     from kvxfer.protocol.ids import RankId
     from kvxfer.transport.commands import EngineAddress
 
+ASTRAY = 0.3
+"""Probability of a replayed message that is said to somebody else; and of one that comes by its own connection."""
 DOUBLED = 3
 """Messages under way that come twice, at most, when a connection breaks and is made anew."""
 
@@ -65,17 +68,22 @@ class Wire:
 class Network:
     """All wires, all listeners. ``delay`` is the range of a message's way in seconds."""
 
-    def __init__(self, world: World, faults: Counter[str]) -> None:
-        self.world = world
-        self.faults = faults
+    def __init__(self, sim: Simulation) -> None:
+        self.sim = sim
+        self.world = sim.world
+        self.faults = sim.faults
         self.delay = (0.0001, 0.004)
+        self.reconnect = (0.02, 1.0)
+        self.retry = (0.05, 0.4)
         self.slow = 0.0  # probability of a message that takes up to a second
+        self.slow_about: set[str] = set()  # handoffs whose next message does
         self.listeners: dict[tuple[str, int], Ear] = {}
         self.wires: dict[int, Wire] = {}
         self._stalled: dict[tuple[str, str], float] = {}  # from, to
         self._lagging: dict[tuple[str, str], tuple[float, float]] = {}  # from, to: until, seconds
         self._cut: dict[frozenset[str], float] = {}
         self._numbers = 0
+        self._overheard: deque[tuple[str, bytes, Wire]] = deque(maxlen=400)
 
     # --- what goes wrong --------------------------------------------------------------------------------------------
 
@@ -97,7 +105,7 @@ class Network:
         self.world.after(self.world.random.uniform(*self.delay), wire.owner.broken, ("out", wire.number, 0))
         wire.there.clear()
         wire.back.clear()
-        self.world.after(self.world.random.uniform(0.02, 1.0), self._connect, wire)
+        self.world.after(self.world.random.uniform(*self.reconnect), self._connect, wire)
 
     def stall(self, one: str, other: str, until: float) -> None:
         """Let what one host says to another wait until then."""
@@ -114,12 +122,28 @@ class Network:
             if {wire.owner.host, wire.where[0]} == {one, other}:
                 self.break_wire(wire)
 
+    def replay(self, about: str) -> bool:
+        """Say something again that was said; about a handoff, if anything was. False when nothing has been overheard."""
+        heard = [one for one in self._overheard if one[0] == about] if about else []
+        if not (heard or self._overheard):
+            return False
+        draw = self.world.random
+        _, packed, wire = draw.choice(heard or list(self._overheard))
+        ear = self.listeners.get(wire.where)
+        if ear is None or draw.random() < ASTRAY:
+            ear = draw.choice(list(self.listeners.values()))
+        self.sim.struck("replayed", concern.of_pair(self.sim, wire.owner.host, wire.where[0]))
+        mine = ("in", wire.number, wire.life) if ear is wire.peer and draw.random() < ASTRAY else ("in", -1, 0)
+        ear.hear(packed, mine)
+        return True
+
     def heal(self) -> None:
         """End every partition."""
         self._stalled.clear()
         self._lagging.clear()
         self._cut.clear()
         self.slow = 0.0
+        self.slow_about.clear()
 
     def gone(self, ear: Ear) -> None:
         """A process has died: its wires and its ear go with it."""
@@ -138,7 +162,7 @@ class Network:
         self._numbers += 1
         wire = self.wires[self._numbers] = Wire(self._numbers, owner, address, where)
         wire.waiting.append(first)
-        self.world.after(self._way(), self._connect, wire)
+        self.world.after(self.world.random.uniform(*self.delay), self._connect, wire)
         return wire
 
     def send(self, wire: Wire, packed: bytes, *, there: bool) -> None:
@@ -146,7 +170,7 @@ class Network:
         if there and wire.peer is None:
             wire.waiting.append(packed)
             return
-        at = self.world.now + self._way()
+        at = self.world.now + (self._slow_way(wire, packed) or self.world.random.uniform(*self.delay))
         if self._lagging:
             until, seconds = self._lagging.get(self._ends(wire, there=there), (0.0, 0.0))
             at += seconds if until > at else 0.0
@@ -159,13 +183,13 @@ class Network:
         self.world.at(at, self._arrive, wire, wire.life, there)
 
     def knock(self, owner: Ear, rank: RankId, where: tuple[str, int]) -> None:
-        """Let ``owner`` hear, a moment later, that nobody listens at an address, if that can be seen from there."""
+        """Let ``owner`` hear, a moment later, whether anybody listens at an address, if that can be seen from there."""
         self.world.after(self.world.random.uniform(*self.delay), self._knocked, owner, rank, where)
 
     def _knocked(self, owner: Ear, rank: RankId, where: tuple[str, int]) -> None:
-        unseen = self._cut.get(frozenset((owner.host, where[0])), 0.0) > self.world.now
         if not owner.alive:
             return
+        unseen = self._cut.get(frozenset((owner.host, where[0])), 0.0) > self.world.now
         listens = Answer.ACCEPTS if where in self.listeners else Answer.REFUSES
         owner.knocked(rank, Answer.NOTHING if unseen else listens)
 
@@ -182,11 +206,20 @@ class Network:
     def _ends(wire: Wire, *, there: bool) -> tuple[str, str]:
         return (wire.owner.host, wire.where[0]) if there else (wire.where[0], wire.owner.host)
 
-    def _way(self) -> float:
-        if self.world.chance(self.slow):
-            self.faults["slow_word"] += 1
-            return self.world.random.uniform(0.01, 1.0)
-        return self.world.random.uniform(*self.delay)
+    def _slow_way(self, wire: Wire, packed: bytes) -> float:
+        """Return how long a slow message takes; 0.0 for one that is as quick as most."""
+        slow = self.world.chance(self.slow)
+        if not slow and not self.slow_about:
+            return 0.0
+        handoff = getattr(unpack(packed)[1], "handoff", None)
+        if handoff is not None and handoff.transfer in self.slow_about:
+            self.slow_about.discard(handoff.transfer)
+        elif not slow:
+            return 0.0
+        source, sink = concern.ends(wire.owner.host, wire.where[0])
+        states = set() if handoff is None else concern.of_handoff(self.sim, handoff, source, sink)
+        self.sim.struck("slow_word", states)
+        return self.world.random.uniform(0.01, 1.0)
 
     def _connect(self, wire: Wire) -> None:
         if not wire.open or wire.peer is not None:
@@ -196,7 +229,7 @@ class Network:
         stalled = self._stalled.get(self._ends(wire, there=True), 0.0) > self.world.now
         if peer is None or stalled or self._cut.get(pair, 0.0) > self.world.now:
             self.faults["refused_connection"] += 1
-            self.world.after(self.world.random.uniform(0.05, 0.4), self._connect, wire)
+            self.world.after(self.world.random.uniform(*self.retry), self._connect, wire)
             return
         wire.peer = peer
         waiting, wire.waiting = wire.waiting, []
@@ -218,6 +251,9 @@ class Network:
         ear = wire.peer if there else wire.owner
         if ear is None or not ear.alive:
             return
+        if there and self.sim.secret is not None:
+            named = getattr(unpack(packed)[1], "handoff", None)
+            self._overheard.append(("" if named is None else named.transfer, packed, wire))
         if self.world.keep:
             envelope, message = unpack(packed)
             handoff = getattr(message, "handoff", None)

@@ -11,12 +11,13 @@ from array import array
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
+from kvxfer.chaos.channel import Channel
+from kvxfer.chaos.device import Device
 from kvxfer.chaos.fabric import Agent
-from kvxfer.chaos.network import Wires
 from kvxfer.chaos.world import Clock
-from kvxfer.connector.announce import Announcer
 from kvxfer.layout.blocks import CacheLayout, Region
 from kvxfer.layout.card import RankCard
 from kvxfer.protocol.actions import SinkFinished
@@ -24,181 +25,21 @@ from kvxfer.protocol.ids import RankId
 from kvxfer.protocol.messages import Directory, RankAddress, Report
 from kvxfer.transport import commands as cmd
 from kvxfer.transport.mover import TICK, Mover, MoverSettings
-from kvxfer.transport.switchboard import Switchboard
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+    from collections.abc import Callable
 
     from kvxfer.chaos.simulation import Simulation
     from kvxfer.protocol.actions import SourceFinished, SourceQuiet
-    from kvxfer.protocol.messages import AnyMessage, Message
-    from kvxfer.protocol.peers import Timing
+    from kvxfer.protocol.ids import HandoffId
+    from kvxfer.protocol.messages import AnyMessage, Written
     from kvxfer.transport.dialer import Outcome
-    from kvxfer.transport.suspects import Answer
 
 BLOCK_SIZE = 4
 """Tokens in a block."""
 BLOCK_BYTES = 4 * BLOCK_SIZE
 """A position holds one tag of 32 bits."""
-
-
-class Channel:
-    """A process's control channel: the product's switchboard, on simulated wires. ``listener`` hears what arrives."""
-
-    def __init__(self, process: Process, me: RankId, port: int, timing: Timing, connect_timeout: float) -> None:
-        self.process = process
-        self.name = f"{process.name}{'' if me.rank >= 0 else '.s'}"
-        self.host = process.host
-        self.alive = True
-        self.port = port
-        network = process.sim.network
-        self.switchboard = Switchboard(
-            me,
-            process if me.rank >= 0 else self,
-            Wires(network, self),
-            timing,
-            connect_timeout,
-            process.sim.secret,
-        )
-        self.announcer = Announcer(self, process.sim.settings.leg_timeout)  # type: ignore[arg-type]  # stands for one
-        self._interval = timing.interval / 4
-        self._todo: deque[Callable[[float], None]] = deque()
-        self._inbox: deque[tuple[bytes, Hashable]] = deque()
-        self.switchboard.sessions.port = port
-        network.listeners[self.host, port] = self
-        process.sim.world.after(process.sim.world.random.uniform(0.0, self._interval), self._round)
-
-    # --- what the product asks of a control channel -----------------------------------------------------------------
-
-    def send(self, to: RankId, message: Message) -> None:
-        """Send to a peer, soon."""
-        self.call(lambda _now: self.switchboard.send(to, message))
-
-    def connect(self, address: cmd.EngineAddress) -> None:
-        """Connect an engine, soon."""
-        self.call(lambda now: self.switchboard.call(address, now))
-
-    def call(self, act: Callable[[float], None]) -> None:
-        """Run ``act`` soon, in order."""
-        self._todo.append(act)
-        if len(self._todo) == 1:
-            self.process.soon(0.0005, self._run_todo)
-
-    # --- events -----------------------------------------------------------------------------------------------------
-
-    def hear(self, packed: bytes, route: Hashable) -> None:
-        """Take what arrives; asleep, it waits in the socket."""
-        if self.process.asleep or self._inbox:
-            self._inbox.append((packed, route))
-            return
-        self.switchboard.guarded(self.switchboard.receive, packed, route, self.process.clock())
-
-    def knocked(self, rank: RankId, answer: Answer) -> None:
-        """Hear what became of a knock."""
-        self.call(lambda now: self.switchboard.knocked(rank, now, answer))
-
-    def broken(self, route: Hashable) -> None:
-        """Hear that a dialed connection broke."""
-        if self.alive:
-            self.call(lambda now: self.switchboard.broken(route, now))
-
-    def drain(self) -> None:
-        """Take what waited in the socket."""
-        while self._inbox and not self.process.asleep:
-            packed, route = self._inbox.popleft()
-            self.switchboard.guarded(self.switchboard.receive, packed, route, self.process.clock())
-
-    def _run_todo(self) -> None:
-        while self._todo:
-            self.switchboard.guarded(self._todo[0], self.process.clock())
-            self._todo.popleft()
-
-    def _round(self) -> None:
-        if not self.alive:
-            return
-        self.switchboard.tick(self.process.clock())
-        self.process.sim.world.after(
-            0.05 if self.switchboard.hurried else self._interval, self.process.awake, self._round
-        )
-
-    # --- the listener of a scheduler process ------------------------------------------------------------------------
-
-    def on_message(self, frm: RankId, message: AnyMessage) -> None:
-        """Nothing of a handoff is said to a scheduler."""
-        raise AssertionError(f"{frm} sent {message} to a scheduler")
-
-    def on_up(self, rank: RankId, card: RankCard | None) -> None:
-        """Nothing to do."""
-
-    def beating(self, now: float) -> bool:
-        """A scheduler process has nothing that its peers wait for."""
-        del now
-        return True
-
-    def on_ended(self, rank: RankId) -> None:
-        """Nothing to do."""
-
-    def on_lost(self, rank: RankId, reason: str, granted_until: float, *, dead: bool) -> None:
-        """Forget the engine's ranks."""
-        del reason, granted_until, dead
-        self.announcer.on_lost(rank)
-
-    def on_lease(self, rank: RankId, until: float, asked: float) -> None:
-        """A scheduler posts nothing."""
-
-    def on_outcome(self, outcome: Outcome) -> None:
-        """Let the announcer say what waited."""
-        self.announcer.on_outcome(outcome)
-
-    def on_round(self, now: float) -> None:
-        """Renew what decode expects."""
-        self.announcer.on_round(now)
-
-    def on_report(self, last: int) -> Report:
-        """Nobody asks."""
-        raise AssertionError(f"asked for {last} records")
-
-
-class Device:
-    """Work that is launched now and done later, in order. ``fence()`` passes when all that was launched is done."""
-
-    def __init__(self, process: Process) -> None:
-        self._process = process
-        self._free_at = 0.0
-        self.launched = 0
-        self.completed = 0
-
-    def launch(self, duration: float, work: list[Callable[[], None]]) -> None:
-        """Launch work that takes so long."""
-        world = self._process.sim.world
-        self._free_at = max(self._free_at, world.now) + duration
-        self.launched += 1
-        world.at(self._free_at, self._complete, work)
-
-    def _complete(self, work: list[Callable[[], None]]) -> None:
-        if self._process.alive:
-            for act in work:
-                act()
-            self.completed += 1
-            self._process.wake()
-
-    def fence(self) -> Fence:
-        """Record a fence."""
-        return Fence(self, self.launched)
-
-
-class Fence:
-    """Of a simulated device."""
-
-    __slots__ = ("_behind", "_device")
-
-    def __init__(self, device: Device, behind: int) -> None:
-        self._device = device
-        self._behind = behind
-
-    def done(self) -> bool:
-        """Tell whether all work that was launched before has been done."""
-        return self._device.completed >= self._behind
+_SEEN = (0.0, 0)
 
 
 class Process:
@@ -209,7 +50,7 @@ class Process:
         self.host = host
         self.name = host
         self.alive = True
-        self.clock = Clock(sim.world)
+        self.clock = Clock(sim.world, sim.drift_at(host))
         self.device = Device(self)
         self.awake_at = 0.0
         incarnation = f"{sim.world.random.getrandbits(32):08x}"
@@ -219,6 +60,8 @@ class Process:
         base = self.base = self.memory.ctypes.data
         self.loans: list[str | None] = [None] * num_blocks
         """Which handoff may write into each block."""
+        self.unseen: dict[int, tuple[float, int]] = {}
+        """Cells that have been written from elsewhere: until when they look as they looked before."""
         self._lent: dict[str, list[int]] = {}
         layout = CacheLayout(
             block_size=BLOCK_SIZE,
@@ -235,7 +78,14 @@ class Process:
         self.worker = Channel(self, self.me, port + 1, sim.timing, sim.connect_timeout)
         self.scheduler = Channel(self, RankId(engine, incarnation, -1), port, sim.timing, sim.connect_timeout)
         self.mover = Mover(
-            self.me, layout, self._make_agent, sim.settings, self.worker.send, self.worker.connect, clock=self.clock
+            self.me,
+            layout,
+            self._make_agent,
+            sim.settings,
+            self.worker.send,
+            self.worker.connect,
+            clock=self.clock,
+            renewed=self._renew,
         )
         self.mover.prepare()
         card = RankCard(engine, "tags", 0, 1, 0, 1, "twin", layout, self.mover.transfers.keeper.metadata)
@@ -251,6 +101,16 @@ class Process:
     def _make_agent(self) -> Agent:
         self.sim.fabric.shores[self.me.agent] = self
         return Agent(self.me.agent, self.sim.fabric)
+
+    def _renew(self, metadata: bytes, *, anew: bool) -> None:
+        """Tell peers of another agent; all sessions begin anew."""
+        assert anew, "agents of the simulation meet anybody"
+        card = self.worker.switchboard.sessions.card
+        assert card is not None
+        renewed = msgspec.structs.replace(card, agent=metadata)
+        self.sim.faults["revocation"] += 1
+        self.sim.world.note(self.name, "", "has revoked the keys of its memory")
+        self.worker.call(lambda _now: self.worker.switchboard.renew(renewed))
 
     # --- life -------------------------------------------------------------------------------------------------------
 
@@ -285,6 +145,10 @@ class Process:
             for channel in (self.worker, self.scheduler):
                 channel.drain()
 
+    def hold_mover(self, seconds: float) -> None:
+        """Let the mover's thread not run for a while."""
+        self._held_until = self.sim.world.now + seconds
+
     def die(self) -> None:
         """Go without a word."""
         self.alive = False
@@ -311,16 +175,15 @@ class Process:
     def _turn(self, scheduled: float) -> None:
         if not self.alive or scheduled != self._turn_at:
             return
-        if self.asleep:
-            self._turn_at = self.awake_at + 1e-6 + 0.005 * self.sim.world.random.random()
-            self.sim.world.at(self._turn_at, self._turn, self._turn_at)
+        mover, world = self.mover, self.sim.world
+        free_at = max(self.awake_at, self._held_until)
+        if world.now < free_at:
+            self._turn_at = free_at + 1e-6 + 0.005 * world.random.random()
+            world.at(self._turn_at, self._turn, self._turn_at)
             return
         self._turn_at = float("inf")
-        mover, world = self.mover, self.sim.world
         mover.turn()
-        if world.chance(self.sim.trouble.late_mover):
-            self.sim.faults["late_mover"] += 1
-            self._held_until = world.now + world.random.uniform(0.0, 0.5)
+        self.sim.trouble.after_turn(self)
         if mover.results:
             while mover.results:
                 result = mover.results.popleft()
@@ -344,14 +207,44 @@ class Process:
         for block in self._lent.pop(result.request_id, ()):
             self.loans[block] = None
 
-    def landed(self, handoff: str, address: int, length: int) -> None:
-        """Check that these bytes may come."""
-        for block in range((address - self.base) // BLOCK_BYTES, (address + length - self.base) // BLOCK_BYTES):
+    def landed(self, written: Written | None, address: int, length: int) -> None:
+        """Check that these bytes may come: of a peer's write, or (None) of a read of ours."""
+        handoff = "" if written is None else written.handoff.transfer
+        for block in self._blocks(address, length):
             lent_to = self.loans[block] if 0 <= block < len(self.loans) else None
             if lent_to is None or (handoff and lent_to != handoff):
                 whose = lent_to or "the engine"
                 what = f"bytes of {handoff or 'a read'} land in block {block} of {self.name}, which is {whose}'s"
                 self.sim.violate("wrong_bytes", handoff or lent_to or "", what)
+                return
+        if written is not None:
+            one = self.mover.sink._handoffs.get(written.handoff)  # noqa: SLF001 - looked at, not touched
+            if one is None or one.attempt != written.attempt:
+                now = "over" if one is None else f"at attempt {one.attempt}"
+                what = f"bytes of attempt {written.attempt} of {handoff} land in {self.name}, where it is {now}"
+                self.sim.violate("wrong_bytes", handoff, what)
+
+    def hide(self, address: int, length: int, until: float) -> None:
+        """Let these bytes look as they do now until then, whatever is written there from elsewhere."""
+        first = (address - self.base) // 4
+        for cell in range(max(0, first), min(first + length // 4, len(self.memory))):
+            self.unseen[cell] = until, self.seen(cell)
+
+    def seen(self, cell: int) -> int:
+        """Return what this process's device sees in a cell."""
+        until, before = self.unseen.get(cell, _SEEN)
+        return before if until > self.sim.world.now else self.cells[cell]
+
+    def reading(self, address: int) -> tuple[HandoffId, int] | None:
+        """Return the handoff, and its attempt, into whose blocks a read goes."""
+        lent_to = self.loans[(address - self.base) // BLOCK_BYTES]
+        for handoff, one in self.mover.sink._handoffs.items():  # noqa: SLF001
+            if handoff.transfer == lent_to:
+                return handoff, one.attempt
+        return None
+
+    def _blocks(self, address: int, length: int) -> range:
+        return range((address - self.base) // BLOCK_BYTES, (address + length - self.base) // BLOCK_BYTES)
 
     # --- the mover's listener, as in transport/rank.py --------------------------------------------------------------
 
@@ -365,21 +258,37 @@ class Process:
             self.post(cmd.PeerUp(rank, card))
 
     def beating(self, now: float) -> bool:
-        """Movers of the simulation never hang."""
+        """Movers of the simulation do not hang."""
         del now
         return True
-
-    def on_ended(self, rank: RankId) -> None:
-        """Tell the mover that the process of a peer which was lost before has ended."""
-        self.post(cmd.PeerEnded(rank))
 
     def on_lost(self, rank: RankId, reason: str, granted_until: float, *, dead: bool) -> None:
         """Tell the mover that a peer is lost."""
         self.sim.world.note(self.name, "", f"loses {rank.agent}: {reason}")
+        if dead:
+            self._check_obituary(rank)
         self.post(cmd.PeerLost(rank, reason, granted_until, dead))
 
+    def on_ended(self, rank: RankId) -> None:
+        """Tell the mover that the process of a peer which was lost before has ended."""
+        self._check_obituary(rank)
+        self.post(cmd.PeerEnded(rank))
+
+    def _check_obituary(self, rank: RankId) -> None:
+        """Who is thought to have ended has; unless its address has moved to somebody else meanwhile."""
+        peer = self.sim.process_of(rank)
+        if peer is not None and peer.worker in self.sim.network.listeners.values():
+            self.sim.violate("obituaries", "", f"{self.me.agent} thinks that {rank.agent} has ended, which lives")
+
     def on_lease(self, rank: RankId, until: float, asked: float) -> None:
-        """Tell the mover until when it may post."""
+        """Tell the mover until when it may post. That must end before the peer thinks that it ends, by whatever clocks."""
+        peer = self.sim.process_of(rank)
+        session = None if peer is None else peer.worker.switchboard.sessions.get(self.me)
+        if peer is not None and session is not None:
+            late = self.clock.when(until) - peer.clock.when(session.liveness.granted_until)
+            if late > 1e-6:  # noqa: PLR2004
+                what = f"{self.me.agent} may post against {rank.agent} for {late:.3f} s longer than that has granted"
+                self.sim.violate("leases", "", what)
         self.post(cmd.Leased(rank, until, asked))
 
     def on_outcome(self, outcome: Outcome) -> None:

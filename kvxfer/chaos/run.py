@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kvxfer.chaos.coverage import Coverage, counting, missing
+from kvxfer.chaos.coverage import Coverage, counting, not_foreseen, seldom_struck, seldom_taken
 from kvxfer.chaos.simulation import CHECKS, Result, Simulation
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Summary:
-    """What became of many seeds. ``seconds`` is the machine's time."""
+    """What became of many seeds. ``seconds`` is this process's time on a processor."""
 
     seeds: int = 0
     handoffs: int = 0
@@ -28,6 +28,7 @@ class Summary:
     faults: Counter[str] = field(default_factory=Counter)
     outcomes: Counter[str] = field(default_factory=Counter)
     coverage: Coverage = field(default_factory=dict)
+    struck: Coverage = field(default_factory=dict)
     violations: Counter[str] = field(default_factory=Counter)
     failing: dict[int, Violation] = field(default_factory=dict)
     """The first violation of each failing seed."""
@@ -40,8 +41,10 @@ class Summary:
             "moved": self.moved,
             "faults": dict(sorted(self.faults.items())),
             "outcomes": dict(self.outcomes.most_common()),
-            "coverage": {name: dict(sorted(counts.items())) for name, counts in self.coverage.items()},
-            "never_taken": missing(self.coverage),
+            "coverage": {**_plain(self.coverage), "faults": _plain(self.struck)},
+            "seldom_taken": seldom_taken(self.coverage),
+            "seldom_struck": seldom_struck(self.struck),
+            "not_foreseen": not_foreseen(self.struck),
             **{check: self.violations[check] for check in CHECKS},
             "events": self.events,
             "seconds": round(self.seconds, 3),
@@ -49,10 +52,14 @@ class Summary:
         }
 
 
+def _plain(coverage: Coverage) -> dict[str, dict[str, int]]:
+    return {name: dict(sorted(counts.items())) for name, counts in coverage.items()}
+
+
 def run(seeds: Iterable[int], handoffs: int = 100, done: Callable[[Result], None] = lambda _result: None) -> Summary:
     """Run seeds one after the other; ``done`` hears of each."""
     summary = Summary()
-    began = time.perf_counter()
+    began = time.process_time()
     with counting(summary.coverage):
         for seed in seeds:
             result = Simulation(seed, handoffs).run()
@@ -62,11 +69,13 @@ def run(seeds: Iterable[int], handoffs: int = 100, done: Callable[[Result], None
             summary.events += result.events
             summary.faults.update(result.faults)
             summary.outcomes.update(result.outcomes)
+            for fault, states in result.struck.items():
+                summary.struck.setdefault(fault, Counter()).update(states)
             summary.violations.update(violation.check for violation in result.violations)
             if result.violations:
                 summary.failing[seed] = result.violations[0]
             done(result)
-    summary.seconds = time.perf_counter() - began
+    summary.seconds = time.process_time() - began
     return summary
 
 

@@ -1,7 +1,7 @@
 """Simulated time: an event heap, one generator of random numbers, and a trace of what happened.
 
 Everything that happens is an event at a moment of the world's time; processes see it only through clocks of their own, which
-start anywhere and run up to 200 ppm too fast or too slow. Nothing here asks the machine for the time or for randomness, so a
+start anywhere and run a little too fast or too slow. Nothing here asks the machine for the time or for randomness, so a
 seed replays exactly: ``World.digest`` is the same number on every run of the same code.
 """
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 DRIFT = 200e-6
-"""How much faster or slower a process's clock may run than the world's."""
+"""How much faster or slower a process's clock runs than the world's, at most, on a machine that is well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +45,14 @@ class World:
         self.trace: list[Entry] = []
         self.digest = 0
         self.events = 0
-        self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._heap: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
         self._numbers = itertools.count()
 
-    def at(self, time: float, act: Callable[..., None], *args: Any) -> None:
+    def at(self, time: float, act: Callable[..., object], *args: Any) -> None:
         """Let something happen at a moment; moments of the past are now."""
         heapq.heappush(self._heap, (max(time, self.now), next(self._numbers), act, args))
 
-    def after(self, delay: float, act: Callable[..., None], *args: Any) -> None:
+    def after(self, delay: float, act: Callable[..., object], *args: Any) -> None:
         """Let something happen after a while."""
         heapq.heappush(self._heap, (self.now + delay, next(self._numbers), act, args))
 
@@ -77,15 +77,19 @@ class World:
 
 
 class Clock:
-    """A process's own clock: it starts anywhere and drifts."""
+    """A process's own clock: it starts anywhere and drifts, by ``drift`` seconds a second if that is not left to chance."""
 
-    __slots__ = ("_offset", "_rate", "_world")
+    __slots__ = ("_offset", "_world", "rate")
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, drift: float | None = None) -> None:
         self._world = world
         self._offset = world.random.uniform(10.0, 1e6)
-        self._rate = 1.0 + world.random.uniform(-DRIFT, DRIFT)
+        self.rate = 1.0 + (world.random.uniform(-DRIFT, DRIFT) if drift is None else drift)
 
     def __call__(self) -> float:
         """Return the seconds that this process sees."""
-        return self._offset + self._rate * self._world.now
+        return self._offset + self.rate * self._world.now
+
+    def when(self, seconds: float) -> float:
+        """Return the world's time at which this process sees so many seconds."""
+        return (seconds - self._offset) / self.rate

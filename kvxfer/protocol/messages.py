@@ -19,6 +19,7 @@ little-endian int32, packed in bytes: they are forwarded whole and looked at onl
 from __future__ import annotations
 
 import contextlib
+import struct
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
@@ -277,13 +278,18 @@ class Proof(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
-    """``body`` is a packed message. ``to`` is the incarnation meant, empty while the sender does not know one."""
+    """``body`` is a packed message. ``to`` is the incarnation meant, empty while the sender does not know one.
+
+    ``heard``, in what belongs to a session, is the latest stamp of the receiver's that the sender has heard. So a receiver that
+    has ended a session, and opened another with the same process since, knows a word of the old one by a stamp from before.
+    """
 
     wire: int
     sender: RankId
     to: Name
     body: msgspec.Raw
     proof: Proof | None = None
+    heard: Stamp = 0.0
 
 
 class Refusal(msgspec.Struct, frozen=True, array_like=True):
@@ -317,6 +323,7 @@ class Written(msgspec.Struct, frozen=True, array_like=True):
     end: Position
 
 
+_HEARD = struct.Struct("<d")
 _encoder = msgspec.msgpack.Encoder()
 _body = msgspec.msgpack.Decoder(AnyMessage)
 _envelope = msgspec.msgpack.Decoder(Envelope)
@@ -326,16 +333,27 @@ _sender = msgspec.msgpack.Decoder(RankId)
 _written = msgspec.msgpack.Decoder(Written)
 
 
-def pack(sender: RankId, to: str, message: Message, prove: Callable[[bytes], Proof] | None = None) -> bytes:
-    """Put a message into its envelope; ``prove`` makes the proof for its body."""
-    body = _encoder.encode(message)
-    proof = None if prove is None else prove(body)
-    packed = _encoder.encode(Envelope(WIRE_VERSION, sender, to, msgspec.Raw(body), proof))
+def pack(
+    sender: RankId,
+    to: str,
+    message: Message,
+    prove: Callable[[bytes], Proof] | None = None,
+    heard: float = 0.0,
+) -> bytes:
+    """Put a message into its envelope; ``prove`` makes the proof for what is ``proven``."""
+    body = msgspec.Raw(_encoder.encode(message))
+    proof = None if prove is None else prove(proven(body, heard))
+    packed = _encoder.encode(Envelope(WIRE_VERSION, sender, to, body, proof, heard))
     if len(packed) > MAX_MESSAGE_BYTES:
         raise ValueError(
             f"{type(message).__name__} of {len(packed):,} bytes is above the limit of {MAX_MESSAGE_BYTES:,}"
         )
     return packed
+
+
+def proven(body: msgspec.Raw, heard: float) -> bytes:
+    """Return the bytes of an envelope that a proof covers, beside the names that its key stands for."""
+    return b"".join((_HEARD.pack(heard), body))
 
 
 def pack_refusal(reason: str) -> bytes:

@@ -113,6 +113,11 @@ class Peer:
         if echo > 0.0:
             self.may_post_until = max(self.may_post_until, echo + lease - self.timing.margin)
 
+    @property
+    def heard(self) -> float:
+        """The latest stamp of the peer's that has been heard."""
+        return self._heard_stamp
+
     def touch(self, now: float) -> None:
         """Note any other message of the peer: it lives."""
         self.last_heard = now

@@ -202,7 +202,7 @@ class Sink:
     ) -> Iterator[Action]:
         """Note that the session with a source's process is lost. It may have posted until ``granted_until``, by our clock.
 
-        ``dead``: the process is known to have ended, so that it posts nothing more.
+        ``dead``: the process is known to have ended, so that nothing of it needs to be revoked when its leases have ended.
         """
         for one, part in self._with(peer):
             if part.quiet:
@@ -214,17 +214,16 @@ class Sink:
             one.reason = one.reason or f"{peer} is gone: {reason}"
             self._step(one, Event.LOSE)
             part.lost, part.dead = True, dead
-            part.until = (now if dead else max(granted_until, now)) + self.drain_bound
+            part.until = max(granted_until, now) + self.drain_bound
             yield Note("sink", one.id, "fencing", reason)
             if first:
                 one.asked = now
                 yield from self._send_cancel(one)
 
-    def peer_ended(self, peer: RankId, now: float) -> None:
+    def peer_ended(self, peer: RankId) -> None:
         """Note that the process of a source that was lost before is known to have ended."""
         for _, part in self._with(peer):
-            if part.lost and not part.dead:
-                part.dead, part.until = True, min(part.until, now + self.drain_bound)
+            part.dead = part.lost
 
     def peer_back(self, peer: RankId, now: float) -> Iterator[Action]:
         """Note that a source that was lost has a session again: it can say that nothing of an attempt is in flight."""
@@ -356,8 +355,8 @@ class Sink:
         elif all(part.dead for part in waiting) or not self.revoke:
             self._step(one, Event.FENCE)
             yield from self._close(one, one.reason or "the source is lost")
-        else:
-            self._step(one, Event.REVOKE)
+        elif not one.revoking:
+            one.revoking = True
             yield Note("sink", one.id, "revoking", one.reason or "")
             yield Revoke(f"handoff {one.id}: {one.reason}, and may still write")
 
@@ -387,7 +386,7 @@ class Sink:
             self._step(one, Event.CANCEL)
             yield from self._close(one, one.reason)
             return
-        if one.state not in (State.FENCING, State.REVOKING) and one.mode == "pull" and one.reading is None:
+        if one.state is not State.FENCING and one.mode == "pull" and one.reading is None:
             yield from self._finish_pull(one, one.reason)
             return
         already = one.state is not State.REGISTERED
@@ -437,4 +436,4 @@ class Sink:
 
 
 _NOTHING = IntervalSet()
-_ENDING = (State.CANCELLING, State.FENCING, State.REVOKING)
+_ENDING = (State.CANCELLING, State.FENCING)

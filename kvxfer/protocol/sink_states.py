@@ -36,7 +36,6 @@ class State(Enum):
     READING = "reading"  # pull: a read of ours is posted
     CANCELLING = "cancelling"  # nobody wants it any more; the source has not acknowledged, or our read is not terminal
     FENCING = "fencing"  # a source rank is lost, or our read failed: waiting until nothing of it can be in flight
-    REVOKING = "revoking"  # nothing proves that the lost source has ended: this rank's keys are being revoked
     CLOSED = "closed"  # the engine has its blocks back
 
 
@@ -51,8 +50,7 @@ class Event(Enum):
     CANCEL = "cancel"  # the engine aborted the request, or a source rank failed while others may still write
     LOSE = "lose"  # a source rank's session is lost, or a read of ours failed: parts of it may be under way
     FENCE = "fence"  # the fence has passed
-    REVOKE = "revoke"  # it has passed by time alone, and the source may live
-    REVOKED = "revoked"  # this rank's keys are others than before
+    REVOKED = "revoked"  # this rank's keys are others than before: nothing proved that a lost source has ended
 
 
 TRANSITIONS: dict[State, dict[Event, State]] = {
@@ -90,13 +88,6 @@ TRANSITIONS: dict[State, dict[Event, State]] = {
         Event.CANCEL: State.FENCING,
         Event.LOSE: State.FENCING,
         Event.FENCE: State.CLOSED,
-        Event.REVOKE: State.REVOKING,
-        Event.REVOKED: State.CLOSED,
-    },
-    State.REVOKING: {
-        Event.FAIL: State.CLOSED,
-        Event.CANCEL: State.REVOKING,
-        Event.LOSE: State.REVOKING,
         Event.REVOKED: State.CLOSED,
     },
     State.CLOSED: {},

@@ -100,10 +100,10 @@ class Links:
         proof = self._secret.knock(self.me, nonce)
         return pack(self.me, "", messages.Knock(), lambda _body: proof)
 
-    def pack(self, route: Hashable, message: Message) -> bytes | None:
+    def pack(self, route: Hashable, message: Message, heard: float = 0.0) -> bytes | None:
         """Make an envelope for whoever is at the other end of a route; None where no link is."""
         link = self._by_route.get(route)
-        return None if link is None else pack(self.me, link.peer.incarnation, message, link.prove)
+        return None if link is None else pack(self.me, link.peer.incarnation, message, link.prove, heard)
 
     def call_ended(self, address: EngineAddress) -> None:
         """Forget the connections dialed for a call that nobody has answered."""
@@ -147,7 +147,7 @@ class Links:
         return read_body(envelope)
 
     def _holds(self, link: Link, envelope: Envelope, proof: Proof) -> bool:
-        mine = auth.mac(link.receive_key, proof.number, envelope.body)
+        mine = auth.mac(link.receive_key, proof.number, messages.proven(envelope.body, envelope.heard))
         names = link.peer == envelope.sender and envelope.to == self.me.incarnation
         return names and auth.same(mine, proof.mac)
 

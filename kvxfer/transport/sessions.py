@@ -101,17 +101,16 @@ class Sessions:
                 del self._by_rank[session.rank]
                 yield Lost(session, f"nothing heard from it for {self.timing.timeout:g} s")
 
-    def replaced(self, rank: RankId, at: tuple[str, int] | None = None) -> Iterator[Lost]:
+    def replaced(self, rank: RankId) -> Iterator[Lost]:
         """End the sessions with earlier incarnations of a rank that now answers as ``rank``.
 
-        Who answers ``at`` an address listens there, so that whoever listened there before has ended.
+        That proves nothing of the earlier process: an address may have moved to another host while it runs on.
         """
         for session in self:
             same = (session.rank.engine, session.rank.rank) == (rank.engine, rank.rank)
             if same and session.rank.incarnation != rank.incarnation and session.liveness.replaced():
                 del self._by_rank[session.rank]
-                dead = at is not None and at == session.listens
-                yield Lost(session, "another process has taken its place", dead)
+                yield Lost(session, "another process has taken its place")
 
     def forgotten(self, rank: RankId) -> Iterator[Lost]:
         """End a session that the peer says it does not have."""

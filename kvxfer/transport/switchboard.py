@@ -5,8 +5,9 @@ on, so a simulation can carry the messages instead. One owner calls it; times ar
 
 Wire safety is that of ``protocol.messages``: everything is decoded by schema, an envelope for another incarnation is answered
 with Stale and dropped, and nothing that a peer sends raises more than RemoteProtocolError. A session's words end with it: what
-its connection still delivers later, when the same two processes have long opened another, is dropped. With a shared secret,
-nothing is acted upon that ``links`` has not admitted. What is refused is said once and counted (``refusals``).
+a connection still delivers later, when the same two processes have long opened another, names a stamp from before the end, and
+is dropped. With a shared secret, nothing is acted upon that ``links`` has not admitted. What is refused is said once and
+counted (``refusals``).
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kvxfer.control")
 
 
-ENDED_ROUTES = 4096
-"""Routes of ended sessions that are remembered."""
+ENDED = 4096
+"""Peers of which it is remembered when their last session ended."""
 
 
 class Listener(Protocol):
@@ -124,7 +125,7 @@ class Switchboard:
         self._links = None if secret is None else Links(me, secret, wires.put)
         self._refusals = Refusals(logger)
         self._now = 0.0
-        self._ended: OrderedDict[Hashable, None] = OrderedDict()
+        self._ended: OrderedDict[RankId, float] = OrderedDict()
 
     # --- what the owner asks for ------------------------------------------------------------------------------------
 
@@ -138,7 +139,7 @@ class Switchboard:
         if session is None:
             logger.debug("no session with %s: dropped %s", to, type(message).__name__)
             return
-        self._say(session.route, to.incarnation, message)
+        self._say_in(session, message)
 
     def renew(self, card: RankCard) -> None:
         """Tell peers something else of this process from now on: all sessions end, here and there, and begin anew."""
@@ -150,12 +151,12 @@ class Switchboard:
     def tick(self, now: float) -> None:
         """Send the heartbeats that are due, end what was silent for too long, and let the listener do what is due."""
         self._now = now
-        if self._listener.beating(now):
-            for session, beat in self.sessions.beats_due(now):
-                self._say(session.route, session.rank.incarnation, beat)
         for session in self.sessions.quiet(now):
             self._suspect(session)
         self._lose(self.sessions.silent(now))
+        if self._listener.beating(now):
+            for session, beat in self.sessions.beats_due(now):
+                self._say_in(session, beat)
         for suspect in self._suspects.due(now):
             self._wires.knock(*suspect)
         self._report(self._dialer.tick(now))
@@ -229,7 +230,7 @@ class Switchboard:
             sender = envelope.sender
             message = self._admit(envelope, route, now)
             if message is not None:
-                self._hear(sender, envelope.to, message, route, now)
+                self._hear(envelope, message, route, now)
         except WireVersionError as error:
             self._turn_away(error.sender, WireVersionError(error.theirs, error.sender, str(self.me)), route)
         except NotAdmittedError as error:
@@ -266,8 +267,9 @@ class Switchboard:
             self._hang_up(route)
             self._report(self._dialer.refused(address, reason))
 
-    def _hear(self, sender: RankId, to: str, message: messages.AnyMessage, route: Hashable, now: float) -> None:
-        if to and to != self.me.incarnation:
+    def _hear(self, envelope: Envelope, message: messages.AnyMessage, route: Hashable, now: float) -> None:
+        sender = envelope.sender
+        if envelope.to and envelope.to != self.me.incarnation:
             if not isinstance(message, messages.Stale):
                 self._say(route, sender.incarnation, messages.Stale())
             return
@@ -282,18 +284,19 @@ class Switchboard:
                 self._answer(sender, message, route, now)
             case messages.Stale():
                 self._lose(self.sessions.forgotten(sender))
-                self._lose(self.sessions.replaced(sender, self._wires.where(route)))
+                self._lose(self.sessions.replaced(sender))
             case messages.Knock() | messages.Challenge() | messages.Report():
                 raise RemoteProtocolError(f"{sender} sent {type(message).__name__} without having been asked")
             case _:
-                self._from_session(sender, message, route, now)
+                self._from_session(envelope, message, route, now)
 
-    def _from_session(self, sender: RankId, message: messages.AnyMessage, route: Hashable, now: float) -> None:
+    def _from_session(self, envelope: Envelope, message: messages.AnyMessage, route: Hashable, now: float) -> None:
+        sender = envelope.sender
         session = self.sessions.get(sender)
         if session is None:
             self._say(route, sender.incarnation, messages.Stale())
             return
-        if route in self._ended:
+        if envelope.heard < self._ended.get(sender, 0.0):
             return  # said in an earlier session: nobody waits for it, and its registrations are over
         session.liveness.touch(now)
         self._suspects.clear(sender)
@@ -312,7 +315,6 @@ class Switchboard:
         self._lose(self.sessions.begun_anew(sender, message.sent))
         self._lose(self.sessions.replaced(sender))
         answer = self.sessions.accept(sender, message, route, now)
-        self._ended.pop(route, None)
         self._say(route, sender.incarnation, answer)
         if isinstance(answer, messages.Refused):
             self._refusals.note(str(sender), "hello", f"{sender}: {answer.reason}", now)
@@ -362,7 +364,7 @@ class Switchboard:
         session.listens = self._wires.where(route)
         self._suspects.clear(sender)
         # At once, so that the peer holds a lease before the first registration reaches it.
-        self._say(session.route, sender.incarnation, session.liveness.beat(now))
+        self._say_in(session, session.liveness.beat(now))
         self._listener.on_up(sender, session.card)
         self._listener.on_lease(sender, session.liveness.may_post_until, message.echo)
         self._report(self._dialer.opened(sender))
@@ -378,10 +380,10 @@ class Switchboard:
                 self._suspect(session)
             if self._wires.dialed(session.route) is not None:
                 self._hang_up(session.route)
-            else:
-                self._ended[session.route] = None
-                if len(self._ended) > ENDED_ROUTES:
-                    self._ended.popitem(last=False)
+            self._ended[session.rank] = self._now
+            self._ended.move_to_end(session.rank)
+            if len(self._ended) > ENDED:
+                self._ended.popitem(last=False)
             self.guarded(self._on_lost, session.rank, one.reason, session.liveness.granted_until, one.dead)
 
     def _on_lost(self, rank: RankId, reason: str, granted_until: float, dead: bool) -> None:
@@ -399,8 +401,15 @@ class Switchboard:
                 logger.warning("cannot exchange KV with %s: %s", outcome.address, outcome.reason)
             self._listener.on_outcome(outcome)
 
-    def _say(self, route: Hashable, incarnation: str, message: messages.Message) -> None:
-        packed = pack(self.me, incarnation, message) if self._links is None else self._links.pack(route, message)
+    def _say_in(self, session: Session, message: messages.Message) -> None:
+        """Say what belongs to a session."""
+        self._say(session.route, session.rank.incarnation, message, session.liveness.heard)
+
+    def _say(self, route: Hashable, incarnation: str, message: messages.Message, heard: float = 0.0) -> None:
+        links = self._links
+        packed = (
+            pack(self.me, incarnation, message, None, heard) if links is None else links.pack(route, message, heard)
+        )
         if packed is None:
             logger.debug("no link by this route: dropped %s", type(message).__name__)
             return

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvxfer.connector.pins import Pins
 from kvxfer.protocol import peers, sink, source
 from kvxfer.protocol.actions import Send, SourceFinished
 from kvxfer.protocol.ids import RankId
 from kvxfer.protocol.intervals import IntervalSet
-from kvxfer.transport import mover, sessions, steps, switchboard
+from kvxfer.protocol.messages import Seal
+from kvxfer.protocol.source_data import Pin
+from kvxfer.protocol.source_delivery import Delivery
+from kvxfer.transport import links, mover, sessions, steps, switchboard
 
 if TYPE_CHECKING:
     from kvxfer.protocol.messages import Register
@@ -77,7 +82,7 @@ def acts_before_it_listens(patch):
     def turn(self, wait=0.0):
         del wait
         now = self._clock()
-        for one, failed in self.transfers.observe():
+        for one, failed in self._observe():
             self._guarded(self._act_on_terminal, one, failed, now)
         return original(self)
 
@@ -117,7 +122,7 @@ def cancelled_source_answers_at_once(patch):
 
         return advance
 
-    wrap(patch, source.Source, "_advance", make)
+    wrap(patch, Delivery, "_advance", make)
 
 
 @mutation
@@ -214,7 +219,7 @@ def two_writes_to_a_position_fly(patch):
 
         return post
 
-    wrap(patch, source.Source, "_post", make)
+    wrap(patch, Delivery, "_post", make)
 
 
 @mutation
@@ -239,10 +244,10 @@ def sealed_when_posted(patch):
 
     def seal(self, one, where):
         if one.state is source.State.FINAL and where.posted.covers(where.start, where.end):
-            yield Send(where.rank, source.Seal(one.id, where.attempt, one.generation, one.final))
+            yield Send(where.rank, Seal(one.id, where.attempt, one.generation, one.final))
             yield from self._serve(one, source.Event.SERVE, "done", tell=False)
 
-    patch.setattr(source.Source, "_seal", seal)
+    patch.setattr(Delivery, "_seal", seal)
 
 
 @mutation
@@ -296,6 +301,25 @@ def stale_means_nothing(patch):
 
 
 @mutation
+def ended_sessions_go_on_speaking(patch):
+    """What was said in a session that has ended counts in the one that follows it."""
+
+    class Nothing(OrderedDict):
+        def __setitem__(self, rank, at):
+            del rank, at
+
+        def move_to_end(self, rank):
+            del rank
+
+    wrap(
+        patch,
+        switchboard.Switchboard,
+        "__init__",
+        lambda original: lambda self, *args: (original(self, *args), setattr(self, "_ended", Nothing()))[0],
+    )
+
+
+@mutation
 def said_again_begins_anew(patch):
     """A registration that is said again is a registration like the first."""
     wrap(
@@ -322,7 +346,7 @@ def posts_without_a_lease(patch):
 
         return post
 
-    wrap(patch, source.Source, "_post", make)
+    wrap(patch, Delivery, "_post", make)
 
 
 @mutation
@@ -330,10 +354,10 @@ def fence_does_not_wait(patch):
     """The sink thinks that a lost source can write no more."""
 
     def make(original):
-        def lost(self, peer, reason, granted_until, now):
+        def lost(self, peer, reason, granted_until, now, *, dead=False):
             del granted_until
             self.drain_bound, kept = 0.0, self.drain_bound
-            yield from original(self, peer, reason, now, now)
+            yield from original(self, peer, reason, now, now, dead=dead)
             self.drain_bound = kept
 
         return lost
@@ -348,7 +372,9 @@ def fence_forgets_the_lease(patch):
         patch,
         sink.Sink,
         "peer_lost",
-        lambda original: lambda self, peer, reason, _until, now: original(self, peer, reason, now, now),
+        lambda original: (
+            lambda self, peer, reason, _until, now, *, dead=False: original(self, peer, reason, now, now, dead=dead)
+        ),
     )
 
 
@@ -402,7 +428,7 @@ def grants_before_it_is_held(patch):
 
         return grant
 
-    wrap(patch, source.Source, "_grant", make)
+    wrap(patch, Delivery, "_grant", make)
 
 
 # --- counting and remembering ----------------------------------------------------------------------------------------------
@@ -466,7 +492,22 @@ def held_for_as_long_as_decode_queues(patch):
 
         return init
 
-    wrap(patch, source.Source, "__init__", make)
+    wrap(patch, Delivery, "__init__", make)
+
+
+@mutation
+def prompts_are_not_compared(patch):
+    """The source does not look at the digest of the sink's prompt, only at its length."""
+
+    def make(original):
+        def check_span(self, one):
+            kept, one.prompt = one.prompt, b""
+            yield from original(self, one)
+            one.prompt = kept
+
+        return check_span
+
+    wrap(patch, source.Source, "_check_span", make)
 
 
 @mutation
@@ -480,7 +521,7 @@ def ended_handoffs_are_forgotten(patch):
 
         return close
 
-    wrap(patch, source.Source, "_close", make)
+    wrap(patch, Delivery, "_close", make)
 
 
 @mutation
@@ -496,7 +537,7 @@ def finished_twice(patch):
 
         return advance
 
-    wrap(patch, source.Source, "_advance", make)
+    wrap(patch, Delivery, "_advance", make)
 
 
 @mutation
@@ -509,3 +550,72 @@ def failures_are_not_heard(patch):
 def openings_are_not_called_anew(patch):
     """An opening whose engine is lost before it registered waits on."""
     patch.setattr(mover.Openings, "lost", lambda _self, _rank: None)
+
+
+# --- pins, keys, proofs ------------------------------------------------------------------------------------------------------
+
+
+@mutation
+def lost_blocks_are_not_pinned(patch):
+    """The blocks of a preempted request are given away although writes read them."""
+
+    def orphan(self, request_id):
+        self.let_go(request_id)
+        return 0
+
+    patch.setattr(Pins, "orphan", orphan)
+
+
+@mutation
+def pins_do_not_wait_for_writes(patch):
+    """A source says at once that nothing reads from lost blocks."""
+
+    def pin(one, token):
+        if token:
+            one.pins.append(Pin(token, frozenset()))
+
+    patch.setattr(Delivery, "_pin", staticmethod(pin))
+
+
+@mutation
+def keys_are_not_revoked(patch):
+    """The time alone is trusted, although the lost source may only have been asleep."""
+
+    def make(original):
+        def init(self, *args, **settings):
+            original(self, *args, **{**settings, "revoke": False})
+
+        return init
+
+    wrap(patch, sink.Sink, "__init__", make)
+
+
+@mutation
+def replays_are_admitted(patch):
+    """An envelope counts each time it comes."""
+
+    def make(original):
+        def admit(self, envelope, route, now, **where):
+            for link in [*self._dialed.values(), *self._heard.values()]:
+                link.received = 0
+            return original(self, envelope, route, now, **where)
+
+        return admit
+
+    wrap(patch, links.Links, "admit", make)
+
+
+BEHIND_ANOTHER = {
+    "nobody_is_replaced": (
+        "a session with a life that is over hears nothing any more and is lost by silence, five seconds later; until then its "
+        "handoffs wait, and the fence waits longer"
+    ),
+    "stale_means_nothing": (
+        "a peer without a session answers nothing but Stale, which is no sign of life: its session is lost by silence"
+    ),
+    "ended_handoffs_are_forgotten": (
+        "what begins a handoff comes once and in order, by the connection of its session: none can come after its end. "
+        "Without the memory, a decode leg that comes too late is told so after the leg's time-out instead of at once"
+    ),
+}
+"""Guards that nothing depends on, since others stand behind them: these save time. Why no seed can find that they are gone."""

@@ -538,7 +538,7 @@ def test_a_new_process_at_the_address_is_noticed_before_the_timeout(engines) -> 
     p.control.stop()
     engines("p", p.control.port, secret=SECRET, timing=slow)
     assert d.wait("lost") == [(p.me, "another process has taken its place")]
-    assert d.dead == [p.me], "who answers at its port has taken it from nobody who lives"
+    assert d.dead == [], "its address may have moved to another host"
 
 
 def test_the_records_are_told_to_who_knows_the_secret(engines, monkeypatch) -> None:
@@ -681,7 +681,8 @@ def test_a_process_that_only_says_nothing_is_lost_and_not_thought_dead(engines) 
     assert d.of("ended") == [(p.me,)]
 
 
-def test_another_process_at_the_same_port_shows_that_the_first_has_ended(engines) -> None:
+def test_another_process_at_the_same_address_does_not_show_that_the_first_has_ended(engines) -> None:
+    """The address may have moved to another host."""
     slow = Timing(interval=1.0, timeout=60.0, lease=4.0, margin=0.5)
     p, d = engines("p", timing=slow), engines("d", timing=slow)
     d.control.connect(p.address())
@@ -694,7 +695,7 @@ def test_another_process_at_the_same_port_shows_that_the_first_has_ended(engines
         lambda: d.of("lost") or d.control.send(p.me, messages.Release(HandoffId("h"), "a word for the dead")),
         what="the loss",
     )
-    assert d.dead == [p.me]
+    assert d.dead == []
 
 
 def test_dialed_sockets_and_their_monitors_are_closed(engines) -> None:

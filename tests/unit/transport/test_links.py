@@ -356,28 +356,29 @@ def test_two_that_call_each_other_open_one_session_whatever_crosses(net, seed) -
 
 def variants(packed: bytes, others: list[bytes]):
     """An envelope changed in each of its parts."""
-    wire, sender, to, body, proof = msgspec.msgpack.decode(packed)
+    wire, sender, to, body, proof, heard = msgspec.msgpack.decode(packed)
     link, number, mac = proof
     bodies = [msgspec.msgpack.decode(one)[3] for one in others]
     release = msgspec.msgpack.decode(msgspec.msgpack.encode(messages.Release(HandoffId("forged"), "x")))
     for changed in (
-        [wire, ["d", "i9", 0], to, body, proof],
-        [wire, ["x", sender[1], 0], to, body, proof],
-        [wire, [sender[0], sender[1], 5], to, body, proof],
-        [wire, sender, "", body, proof],
-        [wire, sender, "i9", body, proof],
-        [wire, sender, to, release, proof],
-        *([wire, sender, to, one, proof] for one in bodies if one != body),
+        [wire, ["d", "i9", 0], to, body, proof, heard],
+        [wire, ["x", sender[1], 0], to, body, proof, heard],
+        [wire, [sender[0], sender[1], 5], to, body, proof, heard],
+        [wire, sender, "", body, proof, heard],
+        [wire, sender, "i9", body, proof, heard],
+        [wire, sender, to, release, proof, heard],
+        *([wire, sender, to, one, proof, heard] for one in bodies if one != body),
         [wire, sender, to, body],
         [wire, sender, to, body, None],
-        [wire, sender, to, body, [b"", number, mac]],
-        [wire, sender, to, body, [link, number + 1, mac]],
-        [wire, sender, to, body, [link, 2**53 - 1, mac]],
-        [wire, sender, to, body, [link, 0, mac]],
-        [wire, sender, to, body, [link, number, b""]],
-        [wire, sender, to, body, [link, number, mac[:31]]],
-        [wire, sender, to, body, [link, number, bytes(32)]],
-        [wire, sender, to, body, [link[::-1], number, mac]],
+        [wire, sender, to, body, [b"", number, mac], heard],
+        [wire, sender, to, body, [link, number + 1, mac], heard],
+        [wire, sender, to, body, [link, 2**53 - 1, mac], heard],
+        [wire, sender, to, body, [link, 0, mac], heard],
+        [wire, sender, to, body, [link, number, b""], heard],
+        [wire, sender, to, body, [link, number, mac[:31], heard]],
+        [wire, sender, to, body, [link, number, bytes(32)], heard],
+        [wire, sender, to, body, [link[::-1], number, mac], heard],
+        [wire, sender, to, body, proof, heard + 1.0],
     ):
         yield msgspec.msgpack.encode(changed)
     for at in range(0, len(packed), 3):

@@ -8,7 +8,7 @@ from kvxfer.layout.blocks import CacheLayout, Region
 from kvxfer.layout.card import RankCard
 from kvxfer.protocol import messages
 from kvxfer.protocol.ids import HandoffId, RankId
-from kvxfer.protocol.messages import pack, unpack
+from kvxfer.protocol.messages import open_envelope, pack, unpack
 from kvxfer.protocol.peers import Timing
 from kvxfer.transport import switchboard
 from kvxfer.transport.switchboard import Switchboard
@@ -80,8 +80,8 @@ def board(heard):
     return made
 
 
-def say(board, message, route, now):
-    board.receive(pack(PEER, ME.incarnation, message), route, now)
+def say(board, message, route, now, heard=0.0):
+    board.receive(pack(PEER, ME.incarnation, message, heard=heard), route, now)
 
 
 def greet(board, route, now, sent):
@@ -99,26 +99,46 @@ def greeted_anew(board):
 
 @pytest.mark.parametrize("word", WORDS, ids=lambda word: type(word).__name__)
 @pytest.mark.parametrize("lost", [silence, greeted_anew])
-def test_what_an_ended_session_has_said_is_not_heard_in_the_next(board, heard, lost, word):
+@pytest.mark.parametrize("route", ["first", "second", "one made anew"])
+def test_what_an_ended_session_has_said_is_not_heard_in_the_next(board, heard, lost, route, word):
+    """By whatever connection it comes: one that broke was made anew, and delivers then what was said before."""
     greet(board, "first", 100.0, sent=50.0)
     lost(board)
     greet(board, "second", 107.0, sent=57.0)
     said = len(board._wires.said)
-    say(board, word, "first", 108.0)
+    say(board, word, route, 108.0, heard=100.0)
     assert (heard.messages, heard.leases) == ([], [])
     assert board.sessions.get(PEER).route == "second"
     assert board.sessions.get(PEER).liveness.last_heard == 107.0
     assert len(board._wires.said) == said, "nothing that could end the peer's new session"
-    say(board, word, "second", 108.0)
+    say(board, word, route, 108.0, heard=107.0)
     assert len(heard.messages) + len(heard.leases) == 1
 
 
-def test_without_a_session_an_ended_route_is_answered_like_any_other(board, heard):
+def test_without_a_session_such_a_word_is_answered_like_any_other(board, heard):
     greet(board, "first", 100.0, sent=50.0)
     silence(board)
     assert heard.lost == [PEER]
-    say(board, WORDS[0], "first", 107.0)
+    say(board, WORDS[0], "first", 107.0, heard=100.0)
     assert board._wires.said[-1] == ("first", messages.Stale())
+
+
+def test_the_ends_of_so_many_sessions_are_remembered(board, monkeypatch):
+    monkeypatch.setattr(switchboard, "ENDED", 3)
+    for sent in range(1, 9):
+        greet(board, "first", 100.0 + sent, sent=float(sent))
+    assert list(board._ended) == [PEER]
+    assert board._ended[PEER] == 108.0
+
+
+def test_what_is_said_names_what_was_heard_last(board):
+    greet(board, "first", 100.0, sent=50.0)
+    raw = []
+    board._wires.put = lambda route, packed: raw.append(open_envelope(packed))
+    board.send(PEER, WORDS[1])
+    say(board, WORDS[2], "first", 101.0, heard=100.0)
+    board.send(PEER, WORDS[1])
+    assert [envelope.heard for envelope in raw] == [50.0, 60.0]
 
 
 def test_a_session_may_go_on_by_another_route(board, heard):
@@ -126,12 +146,3 @@ def test_a_session_may_go_on_by_another_route(board, heard):
     say(board, WORDS[0], "second", 101.0)
     assert board.sessions.get(PEER).route == "second"
     assert heard.messages == [WORDS[0]]
-
-
-def test_so_many_ended_routes_are_remembered(board, heard, monkeypatch):
-    monkeypatch.setattr(switchboard, "ENDED_ROUTES", 2)
-    for number in range(4):
-        greet(board, number, 100.0 + number, sent=50.0 + number)
-    say(board, WORDS[0], 1, 104.0)
-    assert heard.messages == []
-    assert list(board._ended) == [1, 2]

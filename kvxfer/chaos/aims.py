@@ -1,0 +1,117 @@
+"""Trouble that waits for its moment: a fault that is to strike when a handoff is in a certain state.
+
+Left to chance, a process dies often while handoffs are computed, and hardly ever in the milliseconds in which one is cancelled.
+An aim looks at a mover after each of its rounds until there is a handoff in the state that it waits for, and strikes a little
+later, if the handoff is in that state still.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvxfer.chaos import concern
+from kvxfer.protocol import sink, source
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvxfer.chaos.process import Process
+    from kvxfer.chaos.simulation import Simulation, Slot
+    from kvxfer.protocol.ids import HandoffId
+
+DELAYS = (0.0, 0.0, 0.001, 0.02, 0.5)
+"""Seconds, at most, between the moment in which a state is seen and the strike."""
+
+
+@dataclass(slots=True)
+class Target:
+    """Whom a fault is to strike. ``handoff`` is None for any; ``aimed`` is where the state was seen."""
+
+    source: Slot | None
+    sink: Slot | None
+    aimed: Slot
+    handoff: HandoffId | None = None
+
+
+class Aim:
+    """A fault that waits. ``act`` says whether it could strike; ``about`` the host, ``handoff`` the handoff that it must be."""
+
+    __slots__ = ("about", "act", "handoff", "sinks", "state")
+
+    def __init__(
+        self, state: str, act: Callable[[Target], bool], *, about: str = "", handoff: HandoffId | None = None
+    ) -> None:
+        side, _, name = state.partition("/")
+        self.sinks = side == "sink"
+        self.state: source.State | sink.State = sink.State(name) if self.sinks else source.State(name)
+        self.act = act
+        self.about = about
+        self.handoff = handoff
+
+
+class Aims:
+    """The aims of one simulation."""
+
+    def __init__(self, sim: Simulation) -> None:
+        self._sim = sim
+        self._waiting: dict[bool, list[Aim]] = {False: [], True: []}
+
+    def add(self, aim: Aim) -> None:
+        """Let a fault wait; it may strike at once."""
+        self._waiting[aim.sinks].append(aim)
+        for slot in self._sim.living():
+            self.look(slot.process)
+
+    def clear(self) -> None:
+        """Let nothing wait."""
+        for waiting in self._waiting.values():
+            waiting.clear()
+
+    def look(self, process: Process) -> None:
+        """Look at what a mover has just done."""
+        for sinks, waiting in self._waiting.items():
+            handoffs = self._handoffs(process, sinks=sinks)
+            if not waiting or not handoffs:
+                continue
+            states = [one.state for one in handoffs.values()]
+            for aim in [aim for aim in waiting if aim.state in states]:
+                for handoff, one in handoffs.items():
+                    if one.state is aim.state and aim.handoff in (None, handoff):
+                        waiting.remove(aim)
+                        self._wait(aim, process, handoff)
+                        break
+
+    def _wait(self, aim: Aim, process: Process, handoff: HandoffId) -> None:
+        world = self._sim.world
+        world.after(world.random.choice(DELAYS) * world.random.random(), self._fire, aim, process, handoff)
+
+    def _fire(self, aim: Aim, process: Process, handoff: HandoffId) -> None:
+        if self._sim.trouble.over:
+            return
+        slot = next((s for s in self._sim.living() if s.process is process), None)
+        if slot is None or not self._struck(aim, slot, handoff):
+            self._waiting[aim.sinks].append(aim)
+
+    def _struck(self, aim: Aim, slot: Slot, handoff: HandoffId) -> bool:
+        one = self._handoffs(slot.process, sinks=aim.sinks).get(handoff)
+        if one is None or one.state is not aim.state:
+            return False
+        target = self._target(slot, handoff, at_sink=aim.sinks)
+        if aim.about and aim.about not in {s.host for s in (target.source, target.sink) if s is not None}:
+            return False
+        return aim.act(target)
+
+    @staticmethod
+    def _handoffs(process: Process, *, sinks: bool) -> dict[HandoffId, Any]:
+        mover = process.mover
+        return mover.sink._handoffs if sinks else mover.source._handoffs  # noqa: SLF001
+
+    def _target(self, slot: Slot, handoff: HandoffId, *, at_sink: bool) -> Target:
+        sim = self._sim
+        if at_sink:
+            host = concern.source_of(slot, handoff)
+            return Target(None if host is None else sim.slot(host), slot, slot, handoff)
+        hosts = next((hosts for one, hosts, _ in concern.at_source(sim, slot) if one == handoff), set())
+        other = sim.slot(sim.world.random.choice(sorted(hosts))) if hosts else None
+        return Target(slot, other, slot, handoff)

@@ -1,0 +1,118 @@
+"""Which handoffs a fault concerns, and in which states they are at that moment: ``source/final``, ``sink/fencing``, ..."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvxfer.chaos.engine import Request
+    from kvxfer.chaos.process import Process
+    from kvxfer.chaos.simulation import Simulation, Slot
+    from kvxfer.protocol.ids import HandoffId, RankId
+    from kvxfer.protocol.source import State
+
+
+def host_of(rank: RankId) -> str:
+    """Return where a rank lives: engines are named after their hosts."""
+    return rank.engine.partition("-")[0]
+
+
+def ends(one: str, other: str) -> tuple[str, str]:
+    """Return two hosts as (source, sink): prefill engines live at p0, p1, ..., decode engines at d0, d1, ..."""
+    return (one, other) if one.startswith("p") else (other, one)
+
+
+def of_process(sim: Simulation, host: str) -> set[str]:
+    """Return the states of all open handoffs in which a host takes part, at both ends."""
+    return {state for here, there, state in _open(sim) if here == host or host in there}
+
+
+def of_partners(sim: Simulation, host: str) -> set[str]:
+    """Return the states, at their other ends, of all open handoffs in which a host takes part."""
+    return {state for _, there, state in _open(sim) if host in there}
+
+
+def of_pair(sim: Simulation, one: str, other: str) -> set[str]:
+    """Return the states of all open handoffs between two hosts."""
+    return {
+        state
+        for here, there, state in _open(sim)
+        if (here == one and other in there) or (here == other and one in there)
+    }
+
+
+def own(process: Process) -> set[str]:
+    """Return the states of all open handoffs of one process, at its own end."""
+    mover = process.mover
+    found = {f"source/{one.state.value}" for one in mover.source._handoffs.values()}  # noqa: SLF001 - looked at, not touched
+    found.update(f"sink/{one.state.value}" for one in mover.sink._handoffs.values())  # noqa: SLF001
+    return found
+
+
+def of_attempt(source: Process, sink: Process, handoff: HandoffId, attempt: int) -> set[str]:
+    """Return the states of one attempt at its two processes. An attempt that is over has no state of its own."""
+    found = set()
+    one = source.mover.source._handoffs.get(handoff)  # noqa: SLF001
+    if source.alive and one is not None and one.sink is not None and one.sink.attempt == attempt:
+        found.add(f"source/{one.state.value}")
+    other = sink.mover.sink._handoffs.get(handoff)  # noqa: SLF001
+    if sink.alive and other is not None and other.attempt == attempt:
+        found.add(f"sink/{other.state.value}")
+    return found
+
+
+def of_handoff(sim: Simulation, handoff: HandoffId, source: str, sink: str) -> set[str]:
+    """Return the states of a handoff between two hosts. A source knows what has ended."""
+    found = set()
+    for slot in sim.living():
+        if slot.host == source:
+            state = slot.process.mover.source.state(handoff)
+            if state is not None:
+                found.add(f"source/{state.value}")
+        elif slot.host == sink and source_of(slot, handoff) == source:
+            other = slot.process.mover.sink.state(handoff)
+            if other is not None:
+                found.add(f"sink/{other.value}")
+    return found
+
+
+def of_prefill(sim: Simulation, slot: Slot, request: Request) -> set[str]:
+    """Return the states of the handoff that a prefill request which waits or runs is for; none for a second of its name."""
+    handoff = request.handoff.id
+    one = slot.process.mover.source._handoffs.get(handoff)  # noqa: SLF001
+    if one is None or one.request_id not in (None, request.id):
+        return set()
+    found = {f"source/{one.state.value}"}
+    attempt = None if one.sink is None else one.sink.attempt
+    for other in sim.living(prefills=False):
+        sink = other.process.mover.sink._handoffs.get(handoff)  # noqa: SLF001
+        if sink is not None and source_of(other, handoff) == slot.host and attempt in (None, sink.attempt):
+            found.add(f"sink/{sink.state.value}")
+    if attempt is None:
+        found.discard("sink/reading")  # what an earlier request of this name has granted
+    return found
+
+
+def at_source(sim: Simulation, slot: Slot) -> Iterator[tuple[HandoffId, set[str], State]]:
+    """Return a source's open handoffs, with the hosts of their sinks: of the one that has registered, or of all that may."""
+    for handoff, one in slot.process.mover.source._handoffs.items():  # noqa: SLF001
+        hosts = sim.sinks_of(handoff) if one.sink is None else {host_of(one.sink.rank)}
+        yield handoff, hosts, one.state
+
+
+def source_of(slot: Slot, handoff: HandoffId) -> str | None:
+    """Return the host that a sink's open handoff is to come from."""
+    request = slot.engine.requests.get(slot.process.mover.sink.request(handoff) or "")
+    return None if request is None or request.address is None else request.address.host
+
+
+def _open(sim: Simulation) -> Iterator[tuple[str, set[str], str]]:
+    """Return (host, hosts of the other end, state) for each end of each open handoff."""
+    for slot in sim.living():
+        for _, hosts, state in at_source(sim, slot):
+            yield slot.host, hosts, f"source/{state.value}"
+        for handoff, one in slot.process.mover.sink._handoffs.items():  # noqa: SLF001
+            host = source_of(slot, handoff)
+            yield slot.host, set() if host is None else {host}, f"sink/{one.state.value}"

@@ -1,0 +1,111 @@
+"""A simulated decode engine: it loads prompts, reads every position of them, and generates."""
+
+from __future__ import annotations
+
+from kvxfer.chaos.engine import Engine, Request
+from kvxfer.chaos.process import BLOCK_SIZE, packed
+from kvxfer.protocol.actions import SinkFinished
+from kvxfer.transport import commands as cmd
+
+
+class DecodeEngine(Engine):
+    """Loads prompts from prefill engines, computes them itself when that fails or when ``policy`` is fail drops them."""
+
+    policy = "recompute"
+
+    def add(self, one: Request) -> None:
+        """Admit a request, as ``on_new_request`` does."""
+        self.requests[one.id] = one
+        self.waiting.append(one)
+        if one.address is not None:
+            self.process.scheduler.announcer.expect(one.handoff.id, one.id, one.address)
+        self.stir()
+
+    def schedule(self, step: cmd.Step) -> None:
+        """Grow what runs, then give blocks to what waits."""
+        for one in list(self.running):
+            if one not in self.running or one.computed >= one.tokens + one.grow:
+                continue
+            while one in self.running and self.blocks_missing(one, one.computed + 1) > len(self.pool.free):
+                self._preempt(self.running[-1])
+            if one in self.running:
+                one.blocks += self.pool.take(self.blocks_missing(one, one.computed + 1))
+                self.write(one, one.computed, one.computed + 1, check=one.computed)
+                one.computed += 1
+        while self.waiting and self.blocks_missing(self.waiting[0], self.waiting[0].tokens) <= len(self.pool.free):
+            self._begin_one(self.waiting.popleft(), step)
+
+    def _begin_one(self, one: Request, step: cmd.Step) -> None:
+        one.blocks += self.pool.take(self.blocks_missing(one, one.tokens))
+        world, cached = self.sim.world, 0
+        if one.address is not None and one.tokens > 2 * BLOCK_SIZE and world.chance(0.15):
+            cached = BLOCK_SIZE * world.random.randrange(1, one.tokens // BLOCK_SIZE)
+        if one.address is None or world.chance(0.02):
+            if one.address is not None:
+                self._release(one, "decode has the prompt in its prefix cache")
+            self._local(one, 0)
+            return
+        self.write(one, 0, cached)  # as if the prefix cache had had it
+        one.state, one.owed, one.load = "loading", True, (cached, one.tokens)
+        self.process.scheduler.announcer.settle(one.handoff.id, one.id)
+        blocks = one.blocks[cached // BLOCK_SIZE :]
+        self.process.lend(one.id, one.handoff.id.transfer, blocks)
+        world.note(self.name, one.handoff.id.transfer, f"opens {one.id} [{cached}, {one.tokens}) in blocks {blocks}")
+        now = self.process.clock()
+        step.opened.append(
+            cmd.SinkOpen(
+                one.handoff.id, one.id, one.address, cached, one.tokens, packed(blocks), one.heard, now, one.prompt
+            )
+        )
+
+    def _release(self, one: Request, reason: str) -> None:
+        assert one.address is not None
+        self.process.scheduler.announcer.release(one.handoff.id, one.id, one.address, reason)
+        one.address = None
+
+    def _local(self, one: Request, start: int) -> None:
+        """Compute the prompt here, into the blocks that the request has."""
+        self.write(one, start, one.tokens)
+        one.state, one.computed = "running", one.tokens
+        self.running.append(one)
+
+    def _preempt(self, one: Request) -> None:
+        self.running.remove(one)
+        self.pool.give(one.blocks)
+        one.state, one.computed = "waiting", 0
+        self.waiting.appendleft(one)
+
+    def update(self) -> None:
+        """Finish what has generated all it should."""
+        for one in [r for r in self.running if r.computed >= r.tokens + r.grow]:
+            self.running.remove(one)
+            self.gone(one)
+
+    def abort(self, one: Request) -> None:
+        """The client went away."""
+        if one.aborted or one.state == "gone":
+            return
+        one.aborted = True
+        self.withdraw(one)
+        if one.state == "loading":
+            self._step.cancelled.append(cmd.SinkCancel(one.id, "decode gave up: FINISHED_ABORTED"))
+        else:
+            if one.state == "waiting" and one.address is not None and one.load is None:
+                self._release(one, "decode gave up: FINISHED_ABORTED")
+            self.gone(one)
+        self.stir()
+
+    def reported(self, one: Request, result: object) -> None:
+        """Go on with what was received; or recompute at once into the same blocks, or drop it."""
+        if not isinstance(result, SinkFinished) or one.load is None:
+            self.sim.violate("double_reports", one.handoff.id.transfer, f"{result} at a sink")
+            return
+        self.sim.outcome(self, one, result.reason)
+        one.address = None
+        if one.aborted or (result.reason is not None and self.policy == "fail"):
+            self.gone(one)
+        elif result.reason is None:
+            one.state, one.computed = "running", one.tokens
+            self.running.append(one)
+        else:
+            self._local(one, one.load[0])
