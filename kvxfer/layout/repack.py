@@ -1,0 +1,258 @@
+"""Handing KV over between layouts that no useful runs connect: whole blocks into a staging area, then re-packed on the sink.
+
+Where the plain plan is refused (opaque interiors of unequal block size, K transposed in blocks of 32 against blocks of
+128, crumbs between token-major and head-major), a platform may *offer* to move tokens between two interiors in its own
+memory: a pair of interior tags, ("", "") for any two strided ones. This module plans both halves as data:
+
+1. the source writes (or the sink reads) its blocks into *slots* of the sink's staging area. A slot has the source's
+   geometry inside, without what does not move, so these are long runs;
+2. the platform moves tokens from slots into the sink's blocks: ``Call``s with a pairing (where what lies) and moves (which
+   tokens of which slot go where in which block). Only tokens that were asked for are written: nothing that the sink has
+   in the same block is touched.
+
+Staging is as large as it is given; what does not fit into it moves in rounds.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import msgspec
+import numpy as np
+
+from kvxfer.errors import LayoutMismatchError
+from kvxfer.layout.maps import CacheMap, Group
+from kvxfer.layout.plan import MAX_DESCRIPTOR_BYTES, Plan, Prepared
+from kvxfer.layout.positions import Span, Table, moving, segments
+from kvxfer.layout.ranks import holding
+from kvxfer.layout.refine import Held, Pairing, pairings
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from kvxfer.layout.maps import Plane
+
+STRIDED: Final = ("", "")
+"""The offer of a platform that copies between any two interiors which strides describe."""
+
+_ALIGN: Final = 64
+_LOOSE: Final = 4
+"""How many times its content a slot may be, before the source's geometry is too loose to be kept."""
+
+
+class Call(NamedTuple):
+    """What the platform does when the bytes are there.
+
+    ``moves`` is N×5: slot, first token in the slot, block, first token in the block, tokens. The pairing's bundles have the
+    addresses of slot 0 and block 0, its pieces the planes (``source`` is the staging area's).
+    """
+
+    pairing: Pairing
+    moves: NDArray[np.int64]
+
+
+class Staged(NamedTuple):
+    """A handoff's two halves: the copy into the slots, then the calls."""
+
+    transfer: Plan
+    calls: tuple[Call, ...]
+
+
+class Repacking:
+    """What two ranks have in common when the sink re-packs, with ``slots`` blocks of staging from address ``base`` on.
+
+    The slots are the sink's memory: registered like its cache, on its device. Raises LayoutMismatchError when the
+    platform does not offer what is needed, or the two hold different things.
+    """
+
+    def __init__(
+        self,
+        source: CacheMap,
+        sink: CacheMap,
+        offers: Collection[tuple[str, str]],
+        *,
+        base: int,
+        slots: int,
+        share: Iterable[Held] | None = None,
+    ) -> None:
+        offers = frozenset(offers)
+        common = pairings(source, sink, share, repacks=offers)
+        wanted = [held for pairing in common for held in _held(pairing)]
+        self.slots = slots
+        self.staging, self.size = staging(source, wanted, base, slots, sink)
+        self.pairings = pairings(self.staging, sink, wanted, repacks=offers)
+        # Slots know no windows: their numbers are ours, and none is the null block.
+        self._transfer = Prepared(_unwindowed(source), _unwindowed(self.staging), holding(self.staging))
+        self._number = {pairing.source_group: i for i, pairing in enumerate(self._transfer.pairings)}
+
+    def plan(
+        self,
+        source: Sequence[Table],
+        sink: Sequence[Table],
+        start: int,
+        end: int,
+        *,
+        prompt: int | None = None,
+        keep: int = 0,
+        limit: int = MAX_DESCRIPTOR_BYTES,
+    ) -> Staged:
+        """Plan positions [start, end), as ``Prepared.plan`` does. Raises ValueError also when they need too many slots."""
+        parts, spans, calls = [], [], []
+        slots: dict[int, Table] = {}
+        for pairing in self.pairings:
+            span = moving(pairing, start, end, prompt=end if prompt is None else prompt, keep=keep)
+            spans.append(span)
+            if span.start == span.end:
+                continue
+            group = pairing.source_group
+            if group not in slots:  # else another group of the sink takes other layers out of the same slots
+                slots[group] = self._slots(span, pairing.block_sizes[0])
+                whole = moving(self._transfer.pairings[self._number[group]], *span, prompt=span.end)
+                parts += self._transfer.pieces(self._number[group], whole, source[group], slots[group])
+            calls.append(Call(pairing, _moves(pairing, span, slots[group], sink[pairing.sink_group])))
+        return Staged(self._transfer.finished(parts, spans, limit), tuple(calls))
+
+    def rounds(self, start: int, end: int) -> list[Span]:
+        """Cut positions into pieces for which the slots suffice, at the source's block boundaries."""
+        result = []
+        while start < end:
+            stop = min([end, *(self._reach(pairing, start) for pairing in self.pairings)])
+            result.append(Span(start, stop))
+            start = stop
+        return result
+
+    def _reach(self, pairing: Pairing, start: int) -> int:
+        size = pairing.block_sizes[0]
+        return (start // size + self.slots) * size
+
+    def _slots(self, span: Span, size: int) -> Table:
+        first, last = span.start // size, -(-span.end // size)
+        if last - first > self.slots:
+            raise ValueError(
+                f"positions [{span.start}, {span.end}) need {last - first} slots of staging, and there are {self.slots}"
+            )
+        return Table(np.arange(last - first, dtype=np.int32), first * size)
+
+
+def staging(source: CacheMap, wanted: Iterable[Held], base: int, slots: int, sink: CacheMap) -> tuple[CacheMap, int]:
+    """Lay out slots for what moves of a source's blocks; also return how many bytes they take.
+
+    Inside, what lies together in a block of the source lies together in a slot, at the same strides.
+    """
+    heads_of: dict[tuple[str, int], set[int]] = {}
+    for plane, layers, heads in wanted:
+        for layer in layers:
+            heads_of.setdefault((plane, layer), set()).update(heads)
+    groups, at = [], base
+    for group in source.groups:
+        planes, slot = _slot(group, heads_of, at)
+        groups.append(Group(group.block_size, slots, planes, group.window))
+        at += slot * slots
+    size = at - base
+    return CacheMap(tuple(groups), ((base, size),), sink.memory, sink.device), size
+
+
+class _Cell(NamedTuple):
+    """What moves of one plane of one layer inside a block. ``start`` and ``end`` are addresses in block 0.
+
+    ``far`` is the distance of heads that do not lie in one block's stretch of memory (head-outermost layouts), else 0.
+    """
+
+    block_stride: int
+    far: int
+    slots: tuple[int, int]
+    start: int
+    end: int
+    plane: int
+    layer: int
+
+
+def _slot(group: Group, wanted: dict[tuple[str, int], set[int]], base: int) -> tuple[tuple[Plane, ...], int]:
+    """Lay out one slot: pieces of a block that touch stay together, the others follow each other."""
+    cells = sorted(_cells(group, wanted))
+    placed: dict[tuple[int, tuple[int, int], int], list[tuple[int, int]]] = {}
+    at = base
+    for together in _clusters(cells):
+        low, (first, last) = together[0].start, together[0].slots
+        width = -(-(max(cell.end for cell in together) - low) // _ALIGN) * _ALIGN
+        for cell in together:
+            stride = width if cell.far else group.planes[cell.plane].head_stride
+            placed.setdefault((cell.plane, cell.slots, stride), []).append((cell.layer, at + cell.start - low))
+        at += width * (last - first + 1 if together[0].far else 1)
+    size = at - base
+    planes = []
+    for (number, (first, last), stride), places in placed.items():
+        plane = group.planes[number]
+        planes.append(
+            msgspec.structs.replace(
+                plane,
+                layers=tuple(layer for layer, _ in places),
+                bases=tuple(address for _, address in places),
+                heads=plane.heads[first : last + 1],
+                block_stride=size,
+                head_stride=stride,
+            )
+        )
+    content = sum(
+        len(plane.layers) * len(plane.heads) * plane.content * (1 if plane.interior else group.block_size)
+        for plane in planes
+    )
+    if size > _LOOSE * (content + _ALIGN * len(cells)):
+        raise LayoutMismatchError(
+            f"what moves of a block, {content:,} bytes, is strewn over {size:,}: it cannot be staged"
+        )
+    return tuple(planes), size
+
+
+def _cells(group: Group, wanted: dict[tuple[str, int], set[int]]) -> Iterator[_Cell]:
+    for number, plane in enumerate(group.planes):
+        far = plane.head_stride if plane.head_stride >= plane.block_stride else 0
+        for layer, base in zip(plane.layers, plane.bases, strict=True):
+            slots = [slot for slot, head in enumerate(plane.heads) if head in wanted.get((plane.name, layer), ())]
+            if slots:
+                start = base + slots[0] * plane.head_stride
+                end = start + (0 if far else (slots[-1] - slots[0]) * plane.head_stride) + plane.head_span
+                yield _Cell(plane.block_stride, far, (slots[0], slots[-1]), start, end, number, layer)
+
+
+def _clusters(cells: Sequence[_Cell]) -> Iterator[list[_Cell]]:
+    """Gather cells that touch or interleave, and would do so in every block."""
+    together: list[_Cell] = []
+    for cell in cells:
+        if together and (cell[:3] != together[0][:3] or cell.start > max(one.end for one in together)):
+            yield together
+            together = []
+        together.append(cell)
+    if together:
+        yield together
+
+
+def _moves(pairing: Pairing, span: Span, slots: Table, sink: Table) -> NDArray[np.int64]:
+    """List which tokens go where. Slots count from one for as long as zero means a block that a window has passed."""
+    counted = Table(slots.ids + 1, slots.first)
+    wider = pairing._replace(num_blocks=(pairing.num_blocks[0] + 1, pairing.num_blocks[1]))
+    parts = [
+        np.stack(
+            np.broadcast_arrays(found.source - 1, found.kind.source, found.sink, found.kind.sink, found.kind.tokens),
+            axis=1,
+        )
+        for found in segments(wider, span, counted, sink)
+    ]
+    return np.concatenate(parts)
+
+
+def _held(pairing: Pairing) -> Iterator[Held]:
+    """Name what a pairing moves."""
+    for bundle in pairing.bundles:
+        for piece in bundle.pieces:
+            plane = piece.source
+            starts = {base: layer for layer, base in zip(plane.layers, plane.bases, strict=True)}
+            layers = tuple(starts[base + piece.source_offset] for base in bundle.source.tolist())
+            yield Held(plane.name, layers, tuple(dict.fromkeys(plane.heads[slot] for slot in piece.source_slots)))
+
+
+def _unwindowed(cache: CacheMap) -> CacheMap:
+    groups = tuple(msgspec.structs.replace(group, window=None) for group in cache.groups)
+    return msgspec.structs.replace(cache, groups=groups)
