@@ -7,16 +7,25 @@ block's bytes is compared here, once, before any block moves. A refusal names bo
 from __future__ import annotations
 
 import itertools
+import zlib
 from typing import Any, Final
 
 import msgspec
 
-from kvxfer.errors import RemoteProtocolError
+from kvxfer.errors import LayoutMismatchError, RemoteProtocolError
 from kvxfer.layout.blocks import CacheLayout
+from kvxfer.layout.check import check
+from kvxfer.layout.maps import CacheMap
+from kvxfer.layout.plan import Prepared, prepare
+from kvxfer.layout.ranks import Shard, share
 
 
 class RankCard(msgspec.Struct, frozen=True):
-    """One worker rank. ``agent`` is the opaque metadata with which a peer's NIXL agent can reach this one's."""
+    """One worker rank. ``agent`` is the opaque metadata with which a peer's NIXL agent can reach this one's.
+
+    ``cache`` is the layout as a map, from which ranks of unlike geometry find what they have in common; None where the
+    platform knows no more of a block than its size.
+    """
 
     engine: str
     model: str
@@ -27,6 +36,7 @@ class RankCard(msgspec.Struct, frozen=True):
     backend: str
     layout: CacheLayout
     agent: bytes
+    cache: CacheMap | None = None
 
     def to_builtins(self) -> dict[str, Any]:
         """Turn the card into what a message can carry."""
@@ -41,6 +51,8 @@ class RankCard(msgspec.Struct, frozen=True):
         except msgspec.ValidationError as error:
             raise RemoteProtocolError(f"not a rank card: {error}") from None
         _check(read.layout)
+        if read.cache is not None:
+            check(read.cache)
         return read
 
 
@@ -77,7 +89,27 @@ def refusals(mine: RankCard, theirs: RankCard) -> list[str]:
             f"{theirs.tp_size}×{theirs.pp_size}; this release moves KV between single ranks: "
             "set --tensor-parallel-size 1 and --pipeline-parallel-size 1 on both"
         )
+    if not found and mine.cache is not None and theirs.cache is not None:
+        try:
+            connected(mine, theirs)
+        except LayoutMismatchError as error:
+            found.append(str(error))
     return found
+
+
+def connected(source: RankCard, sink: RankCard) -> Prepared | None:
+    """Prepare the handoffs from one rank to another, from both cards' maps; None when nothing goes from this one to that.
+
+    Both ranks come to the same answer. Raises LayoutMismatchError, naming both, when their caches cannot be connected.
+    """
+    assert source.cache is not None
+    assert sink.cache is not None
+    shards = Shard(source.tp_rank, source.tp_size), Shard(sink.tp_rank, sink.tp_size)
+    # Where several ranks could send the same, sink engines shall not all turn to the same one.
+    turn = zlib.crc32(sink.engine.encode())
+    what = share(source.cache, shards[0], sink.cache, shards[1], turn=turn)
+    names = f"{source.engine} rank {source.tp_rank}", f"{sink.engine} rank {sink.tp_rank}"
+    return prepare(source.cache, sink.cache, what, names=names) if what else None
 
 
 _ADDRESSES: Final = 1 << 64

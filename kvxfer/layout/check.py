@@ -7,6 +7,7 @@ hostile map can only harm memory that the peer itself named, and whether that me
 
 from __future__ import annotations
 
+import bisect
 from typing import TYPE_CHECKING, Final
 
 from kvxfer.errors import RemoteProtocolError
@@ -22,13 +23,18 @@ MAX_BLOCKS: Final = (1 << 31) - 1
 """Block ids are int32."""
 MAX_CONTENT: Final = 1 << 28
 """Bytes of one head in one block."""
-MAX_GROUPS, MAX_PLANES, MAX_LAYERS, MAX_HEADS, MAX_DIGITS, MAX_SPANS, MAX_NAME = 64, 256, 4096, 4096, 4, 65536, 256
+MAX_CHANNELS: Final = 1 << 16
+MAX_CELLS: Final = 1 << 18
+"""Heads of all layers of all planes of a rank: 128 layers of K and V with 1024 heads each."""
+MAX_GROUPS, MAX_PLANES, MAX_DIGITS, MAX_SPANS, MAX_NAME = 64, 1024, 4, 65536, 256
 
 
 def check(cache: CacheMap) -> None:
     """Raise RemoteProtocolError that names the first thing in the map which cannot be."""
     _want(1 <= len(cache.groups) <= MAX_GROUPS, f"{len(cache.groups)} groups")
     _want(sum(len(group.planes) for group in cache.groups) <= MAX_PLANES, f"more than {MAX_PLANES} planes")
+    cells = sum(len(plane.layers) * len(plane.heads) for group in cache.groups for plane in group.planes)
+    _want(cells <= MAX_CELLS, f"{cells} heads in all layers")
     _want(len(cache.spans) <= MAX_SPANS, f"{len(cache.spans)} spans of memory")
     _want(0 <= cache.device < 1 << 31, f"device {cache.device}")
     for address, length in cache.spans:
@@ -55,15 +61,16 @@ def _check_plane(plane: Plane, group: Group, spans: list[tuple[int, int]]) -> No
     for text in (plane.name, plane.dtype, plane.interior):
         _want(len(text) <= MAX_NAME, f"{who}a name of {len(text)} characters")
     _want(1 <= plane.item <= MAX_CONTENT, f"{who}elements of {plane.item} bytes")
-    _want(1 <= len(plane.layers) <= MAX_LAYERS, f"{who}{len(plane.layers)} layers")
+    _want(len(plane.layers) > 0, f"{who}no layers")
     _want(len(plane.bases) == len(plane.layers), f"{who}{len(plane.bases)} bases for {len(plane.layers)} layers")
     _want(all(0 <= layer < 1 << 31 for layer in plane.layers), f"{who}a layer's index is out of range")
-    _want(1 <= len(plane.heads) <= MAX_HEADS, f"{who}{len(plane.heads)} heads")
+    _want(len(plane.heads) > 0, f"{who}no heads")
     _want(1 <= plane.total_heads < 1 << 31, f"{who}{plane.total_heads} heads in the model")
     _want(all(0 <= head < plane.total_heads for head in plane.heads), f"{who}a head's index is out of range")
     for axis in (plane.tokens, plane.channels):
         _want(len(axis) <= MAX_DIGITS, f"{who}an axis of {len(axis)} digits")
         _want(all(size > 0 for size, _ in axis), f"{who}an axis with the digits {axis}")
+    _want(bool(plane.interior) or extent(plane.channels) <= MAX_CHANNELS, f"{who}{extent(plane.channels)} channels")
     tokens = 1 if plane.interior else group.block_size
     _want(extent(plane.tokens) == tokens, f"{who}{extent(plane.tokens)} tokens in a block of {group.block_size}")
     _want(tokens * plane.content <= MAX_CONTENT, f"{who}more than {MAX_CONTENT:,} bytes of a head in a block")
@@ -74,8 +81,15 @@ def _check_plane(plane: Plane, group: Group, spans: list[tuple[int, int]]) -> No
     _want(_apart(digits, plane.item), f"{who}elements that share bytes")
     length = (group.num_blocks - 1) * plane.block_stride + plane.block_span
     for base in plane.bases:
-        inside = any(low <= base and base + length <= high for low, high in spans)
-        _want(inside, f"{who}{length} bytes from {base} on are not within the memory that the card names")
+        _want(
+            _inside(base, base + length, spans),
+            f"{who}{length} bytes from {base} on are not within the memory that the card names",
+        )
+
+
+def _inside(start: int, end: int, spans: list[tuple[int, int]]) -> bool:
+    at = bisect.bisect_right(spans, (start, MAX_ADDRESS)) - 1
+    return at >= 0 and end <= spans[at][1]
 
 
 def _one_run(plane: Plane) -> bool:

@@ -91,17 +91,20 @@ class Prepared:
         *,
         prompt: int | None = None,
         keep: int = 0,
+        exact: bool = False,
         limit: int = MAX_DESCRIPTOR_BYTES,
     ) -> Plan:
         """Plan positions [start, end) of a prompt of ``prompt`` tokens (by default it ends at ``end``).
 
         ``source`` and ``sink`` hold a table for each of their groups. The sink's own positions below ``keep`` are not
-        touched. Raises ValueError for tables that do not fit, LayoutMismatchError when a byte would be written twice.
+        touched; ``exact`` leaves the rest of the last block alone (``kvxfer.layout.positions``).
+
+        Raises ValueError for tables that do not fit, LayoutMismatchError when a byte would be written twice.
         """
         parts: list[Runs] = []
         moved = []
         for number, pairing in enumerate(self.pairings):
-            span = moving(pairing, start, end, prompt=end if prompt is None else prompt, keep=keep)
+            span = moving(pairing, start, end, prompt=end if prompt is None else prompt, keep=keep, exact=exact)
             moved.append(span)
             parts += self.pieces(number, span, source[pairing.source_group], sink[pairing.sink_group])
         return self.finished(parts, moved, limit)

@@ -5,10 +5,12 @@ left out:
 
 * Of a group with a window only positions that the token after the prompt, or the prompt's last one, still looks back to:
   from ``prompt - window`` on. vLLM keeps no blocks before them: its tables have the null block there, which is never copied.
-* Where interiors are opaque, whole blocks move: ``start`` is rounded down and ``end`` up to block boundaries. Rounding up
-  only writes behind the last position that counts, into a block that cannot be shared since it is not full. Rounding
-  down would write over positions before ``start``; it is refused where those are below ``keep``, the end of what the
-  sink's own prefix cache gave, since that block may be another request's as well.
+* The last block is filled: ``end`` is rounded up to where the source's or the sink's block ends, whichever is first. Positions
+  behind ``end`` are nobody's yet, in a block that is not full and so cannot be shared, while a block cut short would fall
+  into a run for each layer and head. ``exact`` turns this off: for a stretch whose continuation is written by itself.
+* Where interiors are opaque, whole blocks move: ``start`` is rounded down and ``end`` up in any case. Rounding down
+  would write over positions before ``start``; it is refused where those are below ``keep``, the end of what the sink's
+  own prefix cache gave, since that block may be another request's as well.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ def unpacked(packed: bytes, first: int = 0) -> Table:
     return Table(np.frombuffer(packed, dtype="<i4"), first)
 
 
-def moving(pairing: Pairing, start: int, end: int, *, prompt: int, keep: int = 0) -> Span:
+def moving(pairing: Pairing, start: int, end: int, *, prompt: int, keep: int = 0, exact: bool = False) -> Span:
     """Return which positions of this pairing's groups move when [start, end) shall. Raises ValueError (see above)."""
     if not 0 <= keep <= start <= end:
         raise ValueError(f"positions [{start}, {end}) cannot be written by a handoff that may write from {keep} on")
@@ -68,7 +70,7 @@ def moving(pairing: Pairing, start: int, end: int, *, prompt: int, keep: int = 0
     if low >= end:
         return Span(end, end)
     if not pairing.whole:
-        return Span(low, end)
+        return Span(low, end if exact else min(-(-end // size) * size for size in pairing.block_sizes))
     size = pairing.block_sizes[0]
     down, up = low // size * size, -(-end // size) * size
     if down < keep:

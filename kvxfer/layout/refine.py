@@ -97,7 +97,9 @@ def pairings(
     """Find what answers to what. ``share`` says what moves; None: everything that both hold.
 
     ``repacks`` are the pairs of interiors between which a platform moves tokens itself (``kvxfer.layout.repack``): these may
-    differ, and are not walked by whole blocks. Raises LayoutMismatchError when ``share`` names what one of them lacks, or planes of one name hold different things.
+    differ, and are not walked by whole blocks.
+
+    Raises LayoutMismatchError when ``share`` names what one of them lacks, or planes of one name hold different things.
     """
     ours, theirs = _Index(source), _Index(sink)
     found: dict[tuple[int, int], dict[tuple[int, int, int], list[Piece]]] = {}
@@ -236,7 +238,11 @@ def _piece_runs(piece: Piece, kind: Kind) -> Runs:
     """Go through the elements of a piece, axis by axis, joining as soon as an axis is complete."""
     source, sink, item = piece.source, piece.sink, piece.source.item
     tokens = (_tokens(source, kind.source, kind.tokens), _tokens(sink, kind.sink, kind.tokens))
-    channels = (offsets(source.channels), offsets(sink.channels))
+    if _solid(source) and _solid(sink):
+        zero = np.zeros(1, dtype=np.int64)
+        channels, item = (zero, zero), source.content
+    else:
+        channels = (offsets(source.channels), offsets(sink.channels))
     heads = (
         np.array(piece.source_slots, dtype=np.int64) * source.head_stride,
         np.array(piece.sink_slots, dtype=np.int64) * sink.head_stride,
@@ -244,12 +250,16 @@ def _piece_runs(piece: Piece, kind: Kind) -> Runs:
     axes: list[tuple[Offsets, Offsets]] = [channels, tokens, heads]
     # The axis that is contiguous on both sides goes first: what follows then repeats long runs, not elements.
     innermost = min(axes, key=lambda axis: _pieces(axis, item))
-    zero = np.zeros(1, dtype=np.int64)
-    runs = Runs(zero + piece.source_offset, zero + piece.sink_offset, zero + item)
+    runs = Runs(*(np.array([value], dtype=np.int64) for value in (piece.source_offset, piece.sink_offset, item)))
     for axis in (innermost, *(axis for axis in axes if axis is not innermost)):
         _bound(len(runs.length) * len(axis[0]))
         runs = joined(runs.shifted(*axis))
     return runs
+
+
+def _solid(plane: Plane) -> bool:
+    """Tell whether the content of one head of one token is one run of bytes, in the order of its channels."""
+    return len(plane.channels) == 1 and plane.channels[0][1] == plane.item
 
 
 def _tokens(plane: Plane, first: int, tokens: int) -> Offsets:

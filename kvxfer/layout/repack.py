@@ -4,7 +4,7 @@ Where the plain plan is refused (opaque interiors of unequal block size, K trans
 128, crumbs between token-major and head-major), a platform may *offer* to move tokens between two interiors in its own
 memory: a pair of interior tags, ("", "") for any two strided ones. This module plans both halves as data:
 
-1. the source writes (or the sink reads) its blocks into *slots* of the sink's staging area. A slot has the source's
+1. the source writes (or the sink reads) its whole blocks into *slots* of the sink's staging area. A slot has the source's
    geometry inside, without what does not move, so these are long runs;
 2. the platform moves tokens from slots into the sink's blocks: ``Call``s with a pairing (where what lies) and moves (which
    tokens of which slot go where in which block). Only tokens that were asked for are written: nothing that the sink has
@@ -102,14 +102,14 @@ class Repacking:
         parts, spans, calls = [], [], []
         slots: dict[int, Table] = {}
         for pairing in self.pairings:
-            span = moving(pairing, start, end, prompt=end if prompt is None else prompt, keep=keep)
+            span = moving(pairing, start, end, prompt=end if prompt is None else prompt, keep=keep, exact=True)
             spans.append(span)
             if span.start == span.end:
                 continue
             group = pairing.source_group
             if group not in slots:  # else another group of the sink takes other layers out of the same slots
                 slots[group] = self._slots(span, pairing.block_sizes[0])
-                whole = moving(self._transfer.pairings[self._number[group]], *span, prompt=span.end)
+                whole = Span(slots[group].first, slots[group].first + len(slots[group].ids) * pairing.block_sizes[0])
                 parts += self._transfer.pieces(self._number[group], whole, source[group], slots[group])
             calls.append(Call(pairing, _moves(pairing, span, slots[group], sink[pairing.sink_group])))
         return Staged(self._transfer.finished(parts, spans, limit), tuple(calls))

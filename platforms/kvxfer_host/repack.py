@@ -84,7 +84,7 @@ def _view(plane: Plane, base: int, blocks: int) -> NDArray[np.void]:
     view: NDArray[np.void] = np.ndarray(
         (blocks, len(plane.heads), tokens, channels),
         dtype=f"V{plane.item}",
-        buffer=(ctypes.c_uint8 * size).from_address(base),
+        buffer=memoryview((ctypes.c_uint8 * size).from_address(base)),
         strides=(plane.block_stride, plane.head_stride, token_stride, channel_stride),
     )
     return view

@@ -7,7 +7,9 @@ import pytest
 
 from kvxfer.errors import RemoteProtocolError
 from kvxfer.layout.blocks import CacheLayout, Region
-from kvxfer.layout.card import RankCard, refusals
+from kvxfer.layout.card import RankCard, connected, refusals
+from kvxfer.layout.maps import CacheMap, Group, Plane
+from kvxfer.layout.ranks import Shard, heads_of
 from kvxfer.protocol.ids import RankId
 from kvxfer.protocol.messages import Hello, pack, unpack
 
@@ -67,7 +69,8 @@ DIFFERENCES = {
     "regions": (regions(4096), "2 × 4,096 bytes", "1 × 4,096 bytes", "VLLM_KV_CACHE_LAYOUT"),
     "backend": ("UCX", "LIBFABRIC", "UCX", '"backend"'),
 }
-HARMLESS = {"engine", "agent", "tp_rank", "pp_rank", "num_blocks", "spans", "layout"}
+HARMLESS = {"engine", "agent", "tp_rank", "pp_rank", "num_blocks", "spans", "layout", "cache"}
+"""``cache`` has tests of its own below."""
 
 
 def test_every_field_of_a_card_is_compared_or_known_to_be_harmless() -> None:
@@ -118,6 +121,8 @@ def test_a_card_survives_a_message() -> None:
 @pytest.mark.parametrize("fault", ["missing", "of another type"])
 def test_a_card_without_a_field_or_with_nonsense_in_it_is_refused(field, fault) -> None:
     card = CARD.to_builtins()
+    if (field, fault) == ("cache", "missing"):
+        return  # a rank need not have a map
     place = card["layout"] if field.startswith("layout.") else card
     key = field.removeprefix("layout.")
     if fault == "missing":
@@ -145,3 +150,51 @@ def test_a_cache_that_cannot_be_is_refused_before_anything_is_computed_from_it(c
     card = msgspec.structs.replace(CARD, layout=msgspec.structs.replace(LAYOUT, **change))
     with pytest.raises(RemoteProtocolError, match=r"not a rank card: .*(block|region)"):
         RankCard.from_builtins(card.to_builtins())
+
+
+# --- the map ----------------------------------------------------------------------------------------------------------
+
+
+def mapped(base: int, engine: str, *, tp: tuple[int, int] = (0, 1), order: str = "head", total: int = 4) -> RankCard:
+    heads = heads_of(total, Shard(*tp))
+    token, head = (256, 16 * 256) if order == "head" else (256 * len(heads), 256)
+    page = 16 * 256 * len(heads)
+    bases = (base, base + 64 * page)
+    plane = Plane("kv", "bfloat16", 2, (0, 1), bases, heads, total, page, head, ((16, token),), ((128, 2),))
+    cache = CacheMap((Group(16, 64, (plane,)),), ((base, 2 * 64 * page),), "DRAM")
+    return msgspec.structs.replace(CARD, engine=engine, tp_rank=tp[0], tp_size=tp[1], cache=cache)
+
+
+def test_a_card_with_a_map_survives_a_message_and_a_map_that_cannot_be_does_not() -> None:
+    card = mapped(1 << 40, "prefill-1")
+    _, hello = unpack(pack(RankId("a", "b", 0), "", Hello(card.to_builtins(), 1.0)))
+    assert RankCard.from_builtins(hello.card) == card
+    wrong = msgspec.structs.replace(card.cache, spans=((1 << 40, 5),))
+    with pytest.raises(RemoteProtocolError, match="not within the memory that the card names"):
+        RankCard.from_builtins(msgspec.structs.replace(card, cache=wrong).to_builtins())
+
+
+def test_maps_that_connect_are_no_reason_to_refuse_and_others_are() -> None:
+    mine, theirs = mapped(1 << 40, "prefill-1"), mapped(1 << 42, "decode-1")
+    assert refusals(mine, theirs) == []
+    assert refusals(CARD, theirs) == [] == refusals(mine, changed())
+    (text,) = refusals(mine, mapped(1 << 42, "decode-1", order="token"))
+    assert text.splitlines() == [
+        "blocks would move in runs of 256 bytes on average",
+        "prefill-1 rank 0 lays kv of layers 0-1, heads 0-3 as [layer][block][head][token 16][channel 128] bfloat16;",
+        "decode-1 rank 0 lays kv of layers 0-1, heads 0-3 as [layer][block][token 16][head][channel 128] bfloat16;",
+        "set VLLM_KV_CACHE_LAYOUT=HND on both, with the same model, --dtype and --kv-cache-dtype",
+    ]
+
+
+def test_of_ranks_with_replicas_one_is_connected_and_another_takes_no_part() -> None:
+    sources = [mapped(1 << 40, "prefill-1", tp=(rank, 8)) for rank in range(8)]
+    sink = mapped(1 << 42, "decode-1", tp=(1, 4))
+    parts = [connected(source, sink) for source in sources]
+    assert [part is not None for part in parts].count(True) == 1
+    serving = next(number for number, part in enumerate(parts) if part is not None)
+    assert serving in (2, 3)
+    others = [mapped(1 << 42, f"decode-{n}", tp=(1, 4)) for n in range(20)]
+    assert {n for other in others for n in (2, 3) if connected(sources[n], other)} == {2, 3}, (
+        "engines load both replicas"
+    )
