@@ -194,7 +194,7 @@ def _check_kinds(pairing: Pairing) -> None:
     common = int(np.gcd(ours, theirs))
     if ours // common + theirs // common > MAX_KINDS:
         raise LayoutMismatchError(
-            f"blocks of {ours} and of {theirs} tokens end together only every {ours // common * theirs:,}"
+            f"blocks of {ours:,} and of {theirs:,} tokens end together only every {ours // common * theirs:,}"
         )
 
 

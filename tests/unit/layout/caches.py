@@ -8,7 +8,7 @@ allocator would; which address an element has is worked out here once more, one 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from hypothesis import strategies as st
@@ -130,6 +130,21 @@ def models(draw, windows: bool = True) -> Model:
     windowed = tuple(layer for layer in every if layer not in full)
     groups = (_kv(full, heads, size, size_v, item), _kv(windowed, heads, size, size_v, item))
     return Model(groups, (None, draw(st.integers(1, 9))), layers)
+
+
+@st.composite
+def regrouped(draw, model: Model) -> Model:
+    """The same model with its layers in other groups, as another engine's block sizes or memory may lead to."""
+    if not draw(st.booleans()):
+        return model
+    groups, windows = [], []
+    for contents, window in zip(model.groups, model.windows, strict=True):
+        cut = draw(st.integers(0, model.layers))
+        for low, high in ((0, cut), (cut, model.layers)):
+            part = [replace(c, layers=tuple(layer for layer in c.layers if low <= layer < high)) for c in contents]
+            groups.append(tuple(content for content in part if content.layers))
+            windows.append(window)
+    return Model(tuple(groups), tuple(windows), model.layers)
 
 
 def _kv(layers, heads: int, size: int, size_v: int, item: int) -> tuple[Content, ...]:

@@ -16,6 +16,7 @@ from tests.unit.layout.caches import (
     engines,
     fewest,
     models,
+    regrouped,
     styles,
     tables,
     tag,
@@ -26,7 +27,7 @@ from tests.unit.layout.caches import (
 def handoffs(draw):
     model = draw(models())
     sources = draw(engines(model, draw(styles()), 1 << 40))
-    sinks = draw(engines(model, draw(styles()), 1 << 44))
+    sinks = draw(engines(draw(regrouped(model)), draw(styles()), 1 << 44))
     prompt = draw(st.integers(1, MAX_POSITION))
     start = draw(st.integers(0, prompt))
     end = draw(st.integers(start, prompt))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -23,10 +24,13 @@ from tests.unit.layout.caches import (
     engines,
     fewest,
     models,
+    regrouped,
     styles,
     tables,
     tag,
 )
+
+replace = msgspec.structs.replace
 
 STAGING = 1 << 50
 
@@ -53,7 +57,7 @@ def handoffs(draw):
     model = draw(models())
     style = draw(styles())
     sources = draw(engines(model, style, 1 << 40))
-    sink = draw(st.sampled_from(draw(engines(model, draw(styles()), 1 << 44))))
+    sink = draw(st.sampled_from(draw(engines(draw(regrouped(model)), draw(styles()), 1 << 44))))
     prompt = draw(st.integers(1, MAX_POSITION))
     start = draw(st.integers(0, prompt))
     end = draw(st.integers(start, prompt))
@@ -181,3 +185,18 @@ def test_a_geometry_too_loose_to_be_copied_is_refused() -> None:
     source = CacheMap((Group(4, 4, (loose,)),), ((1 << 40, 4 << 20),), "DRAM")
     with pytest.raises(LayoutMismatchError, match="strewn"):
         Repacking(source, source, [STRIDED], base=STAGING, slots=1)
+
+
+def test_two_groups_of_the_sink_take_their_layers_out_of_the_same_slots() -> None:
+    source, sink = vec(32, 64, 1 << 40), vec(128, 16, 1 << 42)
+    (group,) = sink.groups
+
+    def some(low: int, high: int) -> Group:
+        planes = (replace(p, layers=p.layers[low:high], bases=p.bases[low:high]) for p in group.planes)
+        return replace(group, planes=tuple(planes))
+
+    sink = replace(sink, groups=(some(0, 1), some(1, 4)))
+    staged = Repacking(source, sink, [STRIDED], base=STAGING, slots=8).plan([ids(*range(8))], [ids(3), ids(5)], 0, 128)
+    assert staged.transfer.bytes == 4 * 4 * 4 * 32 * 2 * 64 * 2, "each block is sent once"
+    assert [sorted(set(call.moves[:, 2].tolist())) for call in staged.calls] == [[3], [5]]
+    assert [len(bundle.source) for call in staged.calls for bundle in call.pairing.bundles] == [1, 3]
