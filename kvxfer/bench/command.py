@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import sys
 import tempfile
+from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -117,6 +118,30 @@ def model(
         typer.echo("  ".join(f"{name} {value}" for name, value in row.items()))
     if json is not None:
         write_json(json, {"sensitivity": rows})
+
+
+@bench.command()
+def plan(
+    *,
+    json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+    file: Annotated[Path | None, typer.Argument(help="With --json, write them to this file instead.")] = None,
+) -> None:
+    """Count the descriptors of a 16,384-token handoff, and what it costs to make them."""
+    from kvxfer.bench.plan import run
+
+    results = run()
+    if file is not None:
+        from kvxfer.bench.demo import write_json
+
+        write_json(file, {"plan": results})
+    elif json:
+        typer.echo(dumps({"plan": results}, indent=2))
+        return
+    for one in results:
+        typer.echo(
+            f'{one["case"]:<22} "descriptors": {one["descriptors"]:<6} {one["cpu_ms"]:8.3f} ms of CPU (prepared once: '
+            f"{one['prepare_cpu_ms']:.1f} ms)  {one['peak_bytes'] / 1e6:5.2f} MB at the peak"
+        )
 
 
 def register(app: typer.Typer) -> None:

@@ -47,7 +47,8 @@ def allocate(name: str, groups: list[KVCacheGroupSpec], kernel_blocks: list[int]
         num_gpu_blocks_override=BLOCKS,
         prefix_cache_retention_interval=None,
     )
-    config = get_kv_cache_config_from_groups(SimpleNamespace(cache_config=cache), groups, 1 << 24)
+    vllm = SimpleNamespace(cache_config=cache, attention_config=SimpleNamespace(hisparse_config=None))
+    config = get_kv_cache_config_from_groups(vllm, groups, 1 << 24)
     assert config.num_blocks == BLOCKS
     return allocate_kv_cache(config, torch.device("cpu"), layout, kernel_blocks)
 
