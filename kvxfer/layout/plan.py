@@ -17,7 +17,7 @@ import numpy as np
 from kvxfer.errors import LayoutMismatchError
 from kvxfer.layout.maps import spell
 from kvxfer.layout.positions import Segments, Span, Table, kinds, moving, segments
-from kvxfer.layout.refine import Held, Kind, Lanes, Pairing, lanes, pairings
+from kvxfer.layout.refine import Budget, Held, Kind, Lanes, Pairing, lanes, pairings
 from kvxfer.layout.runs import Runs, capped, gathered, joined, rows
 
 if TYPE_CHECKING:
@@ -31,6 +31,9 @@ MAX_DESCRIPTOR_BYTES: Final = 1 << 30
 
 USEFUL_RUN: Final = 4096
 """Bytes below which runs are crumbs, unless blocks are so small that their own cells are shorter."""
+
+MAX_WORK: Final = 1 << 22
+"""Pieces that all kinds of segments of two maps may fall into: about a second's work, for a peer's map that is made to cost."""
 
 MAX_KINDS: Final = 1024
 """Kinds of segments between two block sizes, which are more the fewer common factors the two have."""
@@ -125,14 +128,14 @@ class Prepared:
         ours, theirs = self.devices
         return Plan(rows(runs.source, runs.length, ours), rows(runs.sink, runs.length, theirs), size, tuple(moved))
 
-    def lanes(self, pairing: int, kind: Kind) -> tuple[Lanes, ...]:
+    def lanes(self, pairing: int, kind: Kind, budget: Budget | None = None) -> tuple[Lanes, ...]:
         """Return the runs of one kind of segment of a pairing, worked out at most once in a while."""
         known = self._lanes[pairing]
         found = known.get(kind)
         if found is None:
             if len(known) > MAX_KINDS + _REMEMBERED:
                 known.clear()
-            found = known[kind] = lanes(self.pairings[pairing], kind)
+            found = known[kind] = lanes(self.pairings[pairing], kind, budget or Budget())
         return found
 
 
@@ -153,9 +156,10 @@ def prepare(
         prepared = Prepared(source, sink, share)
         if not prepared.pairings:
             raise LayoutMismatchError("the two have no plane, layer and head in common")  # noqa: TRY301 - one text for all
+        budget = Budget(MAX_WORK)
         for number, pairing in enumerate(prepared.pairings):
             _check_kinds(pairing)
-            _check_runs(prepared, number, useful)
+            _check_runs(prepared, number, useful, budget)
     except LayoutMismatchError as error:
         raise LayoutMismatchError(
             f"{error}\n{names[0]} lays {spell(source)};\n{names[1]} lays {spell(sink)};\n{_cure(source, sink)}"
@@ -198,14 +202,14 @@ def _check_kinds(pairing: Pairing) -> None:
         )
 
 
-def _check_runs(prepared: Prepared, number: int, useful: int) -> None:
+def _check_runs(prepared: Prepared, number: int, useful: int, budget: Budget) -> None:
     """Refuse runs that are shorter than both ``useful`` and what one head of one block would be."""
     pairing = prepared.pairings[number]
     cells = sum(len(piece.sink_slots) * len(bundle.source) for bundle in pairing.bundles for piece in bundle.pieces)
     count = size = stretches = 0
     for kind, times in kinds(*pairing.block_sizes):
         stretches += times
-        for one in prepared.lanes(number, kind):
+        for one in prepared.lanes(number, kind, budget):
             for runs in (one.chained, one.loose):
                 count += times * len(runs.length)
                 size += times * int(runs.length.sum())

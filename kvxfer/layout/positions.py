@@ -100,7 +100,7 @@ def segments(pairing: Pairing, span: Span, source: Table, sink: Table) -> Iterat
 def kinds(source: int, sink: int) -> Iterator[tuple[Kind, int]]:
     """Return the kinds of segments between blocks of two sizes that any long stretch has, and how often each comes."""
     span = Span(0, int(np.lcm(source, sink)))
-    zeros = np.zeros(span.end, dtype=np.int64)
+    zeros = np.zeros(span.end // min(source, sink), dtype=np.int64)
     cut = _equal if source == sink else lambda span, _, ours, theirs: _unequal(span, source, sink, ours, theirs)
     for found in cut(span, source, zeros, zeros):
         yield found.kind, len(found.source)

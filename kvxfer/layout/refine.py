@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from kvxfer.layout.maps import CacheMap, Group, Offsets, Plane
 
-MAX_RUNS: Final = 1 << 21
-"""Runs of one segment, before they are joined: a bound on time and memory, some sixty times above any cache we know."""
+MAX_PIECES: Final = 1 << 20
+"""Pieces that one segment may fall into before they are joined: some thirty times above any cache we know."""
 
 
 class Held(NamedTuple):
@@ -91,6 +91,19 @@ class Lanes(NamedTuple):
     loose: Runs
 
 
+class Budget:
+    """Bounds the time and memory that a peer's map can cost: each piece that is gone through is paid for before."""
+
+    def __init__(self, pieces: int = MAX_PIECES) -> None:
+        self.whole = self.left = pieces
+
+    def pay(self, pieces: int) -> None:
+        """Take some off. Raises LayoutMismatchError when there is not enough left."""
+        self.left -= pieces
+        if self.left < 0:
+            raise LayoutMismatchError(f"blocks fall into more than {self.whole:,} pieces")
+
+
 def pairings(
     source: CacheMap, sink: CacheMap, share: Iterable[Held] | None = None, *, repacks: Collection[tuple[str, str]] = ()
 ) -> tuple[Pairing, ...]:
@@ -119,17 +132,16 @@ def pairings(
     )
 
 
-def lanes(pairing: Pairing, kind: Kind) -> tuple[Lanes, ...]:
+def lanes(pairing: Pairing, kind: Kind, budget: Budget) -> tuple[Lanes, ...]:
     """Work out the runs of one kind of segment. Raises LayoutMismatchError when they are too many to be of any use."""
     by_strides: dict[tuple[int, int], list[Runs]] = {}
     for bundle in pairing.bundles:
-        inner = joined(gathered([_piece_runs(piece, kind) for piece in bundle.pieces]))
-        _bound(len(inner.length) * len(bundle.source))
+        inner = joined(gathered([_piece_runs(piece, kind, budget) for piece in bundle.pieces]))
+        budget.pay(len(inner.length) * len(bundle.source))
         strides = (bundle.source_stride, bundle.sink_stride)
         by_strides.setdefault(strides, []).append(inner.shifted(bundle.source, bundle.sink))
     result = []
     for (source_stride, sink_stride), parts in by_strides.items():
-        _bound(sum(len(part.length) for part in parts))
         runs = joined(gathered(parts))
         chains = (runs.length == source_stride) & (runs.length == sink_stride)
         chained = Runs(*(array[chains] for array in runs))
@@ -234,7 +246,7 @@ def _pairing(i: int, j: int, source: Group, sink: Group, layers: list[list[Piece
     )
 
 
-def _piece_runs(piece: Piece, kind: Kind) -> Runs:
+def _piece_runs(piece: Piece, kind: Kind, budget: Budget) -> Runs:
     """Go through the elements of a piece, axis by axis, joining as soon as an axis is complete."""
     source, sink, item = piece.source, piece.sink, piece.source.item
     tokens = (_tokens(source, kind.source, kind.tokens), _tokens(sink, kind.sink, kind.tokens))
@@ -252,7 +264,7 @@ def _piece_runs(piece: Piece, kind: Kind) -> Runs:
     innermost = min(axes, key=lambda axis: _pieces(axis, item))
     runs = Runs(*(np.array([value], dtype=np.int64) for value in (piece.source_offset, piece.sink_offset, item)))
     for axis in (innermost, *(axis for axis in axes if axis is not innermost)):
-        _bound(len(runs.length) * len(axis[0]))
+        budget.pay(len(runs.length) * len(axis[0]))
         runs = joined(runs.shifted(*axis))
     return runs
 
@@ -271,8 +283,3 @@ def _pieces(axis: tuple[Offsets, Offsets], item: int) -> float:
     source, sink = axis
     breaks = (np.diff(source) != item) | (np.diff(sink) != item)
     return (1 + int(breaks.sum())) / len(source)
-
-
-def _bound(count: int) -> None:
-    if count > MAX_RUNS:
-        raise LayoutMismatchError(f"one stretch of a block falls into {count:,} pieces, more than {MAX_RUNS:,}")
