@@ -80,6 +80,12 @@ class Group(msgspec.Struct, frozen=True):
     planes: tuple[Plane, ...]
     window: int | None = None
 
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of content of one block over all planes, layers and heads."""
+        cells = ((len(plane.layers) * len(plane.heads), plane) for plane in self.planes)
+        return sum(count * plane.content * (1 if plane.interior else self.block_size) for count, plane in cells)
+
 
 class CacheMap(msgspec.Struct, frozen=True):
     """A rank's whole cache: one group for each block table that a request has, in vLLM's order.

@@ -53,7 +53,7 @@ class Cost:
     descriptor: float = 5.7e-6
     rate: float = 50e9
 
-    def seconds(self, descriptors: int, size: int) -> float:
+    def seconds(self, descriptors: float, size: float) -> float:
         """Estimate the time of a copy."""
         return descriptors * self.descriptor + size / self.rate
 
@@ -127,6 +127,25 @@ class Prepared:
         runs = capped(runs, limit)
         ours, theirs = self.devices
         return Plan(rows(runs.source, runs.length, ours), rows(runs.sink, runs.length, theirs), size, tuple(moved))
+
+    def estimate(self, tokens: int, cost: Cost | None = None) -> float:
+        """Estimate the seconds that ``tokens`` tokens take when no block follows another, without making the plan."""
+        per_token = [0.0, 0.0]
+        for number in range(len(self.pairings)):
+            count, size, length = self.round(number)
+            per_token = [per_token[0] + count / length, per_token[1] + size / length]
+        return (cost or Cost()).seconds(per_token[0] * tokens, per_token[1] * tokens)
+
+    def round(self, pairing: int, budget: Budget | None = None) -> tuple[int, int, int]:
+        """Return the descriptors and bytes of one round of both block sizes, each block by itself, and its tokens."""
+        count = size = tokens = 0
+        for kind, times in kinds(*self.pairings[pairing].block_sizes):
+            tokens += times * kind.tokens
+            for one in self.lanes(pairing, kind, budget):
+                for runs in (one.chained, one.loose):
+                    count += times * len(runs.length)
+                    size += times * int(runs.length.sum())
+        return count, size, tokens
 
     def lanes(self, pairing: int, kind: Kind, budget: Budget | None = None) -> tuple[Lanes, ...]:
         """Return the runs of one kind of segment of a pairing, worked out at most once in a while."""
@@ -206,13 +225,8 @@ def _check_runs(prepared: Prepared, number: int, useful: int, budget: Budget) ->
     """Refuse runs that are shorter than both ``useful`` and what one head of one block would be."""
     pairing = prepared.pairings[number]
     cells = sum(len(piece.sink_slots) * len(bundle.source) for bundle in pairing.bundles for piece in bundle.pieces)
-    count = size = stretches = 0
-    for kind, times in kinds(*pairing.block_sizes):
-        stretches += times
-        for one in prepared.lanes(number, kind, budget):
-            for runs in (one.chained, one.loose):
-                count += times * len(runs.length)
-                size += times * int(runs.length.sum())
+    stretches = sum(times for _, times in kinds(*pairing.block_sizes))
+    count, size, _ = prepared.round(number, budget)
     if size < count * min(useful, size / (cells * stretches)):
         raise LayoutMismatchError(f"blocks would move in runs of {size // count} bytes on average")
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from kvxfer.errors import LayoutMismatchError
 from kvxfer.layout.maps import CacheMap, Group
-from kvxfer.layout.plan import MAX_DESCRIPTOR_BYTES, Plan, Prepared
+from kvxfer.layout.plan import MAX_DESCRIPTOR_BYTES, Cost, Plan, Prepared
 from kvxfer.layout.positions import Span, Table, moving, segments
 from kvxfer.layout.ranks import holding
 from kvxfer.layout.refine import Held, Pairing, pairings
@@ -114,6 +114,10 @@ class Repacking:
             calls.append(Call(pairing, _moves(pairing, span, slots[group], sink[pairing.sink_group])))
         return Staged(self._transfer.finished(parts, spans, limit), tuple(calls))
 
+    def estimate(self, tokens: int, cost: Cost | None = None) -> float:
+        """Estimate the seconds in which ``tokens`` tokens reach the slots when no block of the source follows another."""
+        return self._transfer.estimate(tokens, cost)
+
     def rounds(self, start: int, end: int) -> list[Span]:
         """Cut positions into pieces for which the slots suffice, at the source's block boundaries."""
         result = []
@@ -134,6 +138,17 @@ class Repacking:
                 f"positions [{span.start}, {span.end}) need {last - first} slots of staging, and there are {self.slots}"
             )
         return Table(np.arange(last - first, dtype=np.int32), first * size)
+
+
+def better(direct: Prepared | None, repacking: Repacking, *, cost: Cost | None = None, copy: float = 5e9) -> bool:
+    """Tell whether re-packing beats the direct copy, if there is one: ``copy`` is at how many bytes a second it moves tokens.
+
+    Of scattered blocks; blocks in a row only make both cheaper.
+    """
+    if direct is None:
+        return True
+    size = sum(size / tokens for _, size, tokens in map(direct.round, range(len(direct.pairings))))
+    return repacking.estimate(1, cost) + size / copy < direct.estimate(1, cost)
 
 
 def staging(source: CacheMap, wanted: Iterable[Held], base: int, slots: int, sink: CacheMap) -> tuple[CacheMap, int]:
@@ -195,10 +210,7 @@ def _slot(group: Group, wanted: dict[tuple[str, int], set[int]], base: int) -> t
                 head_stride=stride,
             )
         )
-    content = sum(
-        len(plane.layers) * len(plane.heads) * plane.content * (1 if plane.interior else group.block_size)
-        for plane in planes
-    )
+    content = Group(group.block_size, 1, tuple(planes)).block_bytes
     if size > _LOOSE * (content + _ALIGN * len(cells)):
         raise LayoutMismatchError(
             f"what moves of a block, {content:,} bytes, is strewn over {size:,}: it cannot be staged"

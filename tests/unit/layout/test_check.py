@@ -123,7 +123,7 @@ FIELDS = {
 }
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.data())
 def test_whatever_passes_gives_addresses_within_the_memory_that_the_card_names(data) -> None:
     names = data.draw(st.lists(st.sampled_from(sorted(FIELDS)), max_size=3, unique=True))

@@ -28,7 +28,19 @@ def test_numbers_are_shortened_to_ranges(values, text) -> None:
 
 def plane(name: str, bases, block: int, head: int, token: int, heads=(0, 1), interior: str = "") -> Plane:
     inside = ((), ((4096, 1),)) if interior else (((16, token),), ((128, 2),))
-    return Plane(name, "bfloat16", 2, tuple(range(len(bases))), tuple(bases), heads, 8, block, head, *inside, interior)
+    return Plane(
+        name,
+        "bfloat16",
+        1 if interior else 2,
+        tuple(range(len(bases))),
+        tuple(bases),
+        heads,
+        8,
+        block,
+        head,
+        *inside,
+        interior,
+    )
 
 
 def spelled(*planes: Plane, window: int | None = None) -> str:
@@ -54,3 +66,8 @@ def test_axes_are_named_from_the_outermost_to_the_innermost() -> None:
     )
     assert spelled(plane("a", (0,), page, 0, 256), plane("b", (1,), page, 1, 128)).count(" and ") == 1
     assert spell(CacheMap((), (), "DRAM")) == "no planes"
+
+
+def test_a_block_has_the_bytes_of_its_cells() -> None:
+    group = Group(16, 64, (plane("k", (0, 1 << 30), 1, 1, 1), plane("v", (0,), 1, 1, 1, heads=(3,), interior="tiles")))
+    assert group.block_bytes == 2 * 2 * 16 * 128 * 2 + 4096

@@ -40,7 +40,7 @@ def handoffs(draw):
     return sources, sinks, start, end, prompt, keep
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(handoffs(), st.booleans())
 def test_every_byte_goes_where_it_belongs_and_no_other_changes(case, exact) -> None:
     sources, sinks, start, end, prompt, keep = case
@@ -76,7 +76,7 @@ def _rest(sink, end):
             yield at, plane.item
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(handoffs(), st.sampled_from([1, 3, 16, 1 << 30]))
 def test_there_are_no_more_descriptors_than_runs_contiguous_on_both_sides(case, limit) -> None:
     sources, sinks, start, end, prompt, keep = case
@@ -117,7 +117,7 @@ def opaque_handoffs(draw):
     return source, sink, start, end, prompt, keep
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(opaque_handoffs())
 def test_of_opaque_interiors_whole_blocks_move_and_nothing_that_the_sink_keeps(case) -> None:
     source, sink, start, end, prompt, keep = case

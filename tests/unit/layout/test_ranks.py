@@ -6,7 +6,7 @@ import itertools
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxfer.errors import LayoutMismatchError
@@ -50,7 +50,6 @@ def test_a_rank_that_does_not_hold_what_the_rule_gives_it_is_refused() -> None:
         stage(cache([0], [0], 2), Shard(2, 2))
 
 
-@settings(deadline=None)
 @given(st.sampled_from([1, 2, 4, 8]), st.integers(0, 3), st.integers(0, 3), st.integers(1, 6), st.data())
 def test_every_sink_gets_everything_once_and_replicas_share_the_work(total, a, b, layers, data) -> None:
     sizes = [size for size in (1, 2, 4, 8, 16) if size % total == 0 or total % size == 0]
