@@ -105,14 +105,19 @@ class Budget:
 
 
 def pairings(
-    source: CacheMap, sink: CacheMap, share: Iterable[Held] | None = None, *, repacks: Collection[tuple[str, str]] = ()
+    source: CacheMap,
+    sink: CacheMap,
+    share: Iterable[Held] | None = None,
+    *,
+    repacks: Collection[tuple[str, str]] | None = None,
 ) -> tuple[Pairing, ...]:
     """Find what answers to what. ``share`` says what moves; None: everything that both hold.
 
-    ``repacks`` are the pairs of interiors between which a platform moves tokens itself (``kvxfer.layout.repack``): these may
-    differ, and are not walked by whole blocks.
+    With ``repacks`` a platform moves the tokens itself, between these pairs of interiors and no others
+    (``kvxfer.layout.repack``): they may differ, and are not walked by whole blocks.
 
-    Raises LayoutMismatchError when ``share`` names what one of them lacks, or planes of one name hold different things.
+    Raises LayoutMismatchError when ``share`` names what one of them lacks, when planes of one name hold different things,
+    or when the platform does not re-pack their interiors.
     """
     ours, theirs = _Index(source), _Index(sink)
     found: dict[tuple[int, int], dict[tuple[int, int, int], list[Piece]]] = {}
@@ -121,13 +126,16 @@ def pairings(
             i, p, source_base = ours.find(plane, layer, "source")
             j, q, sink_base = theirs.find(plane, layer, "sink")
             _check_content(p, q, source.groups[i], sink.groups[j])
-            if (p.interior, q.interior) not in repacks:
+            if repacks is None or p.interior == q.interior == "":
                 _check_interior(p, q, source.groups[i], sink.groups[j])
+            if repacks is not None and (p.interior, q.interior) not in repacks:
+                ours_is, theirs_is = (f"opaque interior {r.interior!r}" if r.interior else "strides" for r in (p, q))
+                raise LayoutMismatchError(f"plane {plane!r}: the platform does not re-pack {ours_is} to {theirs_is}")
             piece = Piece(p, q, *_slots(p, q, heads), source_base, sink_base)
             layers_of = found.setdefault((i, j), {})
             layers_of.setdefault((layer, p.block_stride, q.block_stride), []).append(piece)
     return tuple(
-        _pairing(i, j, source.groups[i], sink.groups[j], list(layers.values()), whole=not repacks)
+        _pairing(i, j, source.groups[i], sink.groups[j], list(layers.values()), whole=repacks is None)
         for (i, j), layers in found.items()
     )
 

@@ -77,7 +77,6 @@ class Repacking:
         slots: int,
         share: Iterable[Held] | None = None,
     ) -> None:
-        offers = frozenset(offers)
         common = pairings(source, sink, share, repacks=offers)
         wanted = [held for pairing in common for held in _held(pairing)]
         self.slots = slots
@@ -85,6 +84,7 @@ class Repacking:
         self.pairings = pairings(self.staging, sink, wanted, repacks=offers)
         # Slots know no windows: their numbers are ours, and none is the null block.
         self._transfer = Prepared(_unwindowed(source), _unwindowed(self.staging), holding(self.staging))
+        self._blocks = [group.num_blocks for group in source.groups]
         self._number = {pairing.source_group: i for i, pairing in enumerate(self._transfer.pairings)}
 
     def plan(
@@ -111,7 +111,8 @@ class Repacking:
                 slots[group] = self._slots(span, pairing.block_sizes[0])
                 whole = Span(slots[group].first, slots[group].first + len(slots[group].ids) * pairing.block_sizes[0])
                 parts += self._transfer.pieces(self._number[group], whole, source[group], slots[group])
-            calls.append(Call(pairing, _moves(pairing, span, slots[group], sink[pairing.sink_group])))
+            tables = source[group], slots[group], sink[pairing.sink_group]
+            calls.append(Call(pairing, _moves(pairing, self._blocks[group], span, *tables)))
         return Staged(self._transfer.finished(parts, spans, limit), tuple(calls))
 
     def estimate(self, tokens: int, cost: Cost | None = None) -> float:
@@ -162,11 +163,9 @@ def staging(source: CacheMap, wanted: Iterable[Held], base: int, slots: int, sin
             heads_of.setdefault((plane, layer), set()).update(heads)
     groups, at = [], base
     for group in source.groups:
-        planes, slot = _slot(group, heads_of, at)
+        planes, at = _area(group, heads_of, at, slots)
         groups.append(Group(group.block_size, slots, planes, group.window))
-        at += slot * slots
-    size = at - base
-    return CacheMap(tuple(groups), ((base, size),), sink.memory, sink.device), size
+    return CacheMap(tuple(groups), ((base, at - base),), sink.memory, sink.device), at - base
 
 
 class _Cell(NamedTuple):
@@ -184,21 +183,25 @@ class _Cell(NamedTuple):
     layer: int
 
 
-def _slot(group: Group, wanted: dict[tuple[str, int], set[int]], base: int) -> tuple[tuple[Plane, ...], int]:
-    """Lay out one slot: pieces of a block that touch stay together, the others follow each other."""
-    cells = sorted(_cells(group, wanted))
-    placed: dict[tuple[int, tuple[int, int], int], list[tuple[int, int]]] = {}
-    at = base
-    for together in _clusters(cells):
+def _area(group: Group, wanted: dict[tuple[str, int], set[int]], at: int, slots: int) -> tuple[tuple[Plane, ...], int]:
+    """Lay out a group's slots from an address on; also return where they end.
+
+    Pieces of a block that touch stay together; each such cluster has a stretch of its own, in which slot follows slot, so
+    that blocks in a row become slots in a row.
+    """
+    placed: dict[tuple[int, tuple[int, int], int, int], list[tuple[int, int]]] = {}
+    used = 0
+    for together in _clusters(sorted(_cells(group, wanted))):
         low, (first, last) = together[0].start, together[0].slots
-        width = -(-(max(cell.end for cell in together) - low) // _ALIGN) * _ALIGN
+        width, heads = max(cell.end for cell in together) - low, last - first + 1 if together[0].far else 1
         for cell in together:
-            stride = width if cell.far else group.planes[cell.plane].head_stride
-            placed.setdefault((cell.plane, cell.slots, stride), []).append((cell.layer, at + cell.start - low))
-        at += width * (last - first + 1 if together[0].far else 1)
-    size = at - base
+            head_stride = slots * width if cell.far else group.planes[cell.plane].head_stride
+            place = (cell.layer, at + cell.start - low)
+            placed.setdefault((cell.plane, cell.slots, width, head_stride), []).append(place)
+        used += width * heads
+        at += -(-slots * width * heads // _ALIGN) * _ALIGN
     planes = []
-    for (number, (first, last), stride), places in placed.items():
+    for (number, (first, last), width, head_stride), places in placed.items():
         plane = group.planes[number]
         planes.append(
             msgspec.structs.replace(
@@ -206,16 +209,16 @@ def _slot(group: Group, wanted: dict[tuple[str, int], set[int]], base: int) -> t
                 layers=tuple(layer for layer, _ in places),
                 bases=tuple(address for _, address in places),
                 heads=plane.heads[first : last + 1],
-                block_stride=size,
-                head_stride=stride,
+                block_stride=width,
+                head_stride=head_stride,
             )
         )
     content = Group(group.block_size, 1, tuple(planes)).block_bytes
-    if size > _LOOSE * (content + _ALIGN * len(cells)):
+    if used > _LOOSE * content:
         raise LayoutMismatchError(
-            f"what moves of a block, {content:,} bytes, is strewn over {size:,}: it cannot be staged"
+            f"what moves of a block, {content:,} bytes, is strewn over {used:,}: it cannot be staged"
         )
-    return tuple(planes), size
+    return tuple(planes), at
 
 
 def _cells(group: Group, wanted: dict[tuple[str, int], set[int]]) -> Iterator[_Cell]:
@@ -241,16 +244,18 @@ def _clusters(cells: Sequence[_Cell]) -> Iterator[list[_Cell]]:
         yield together
 
 
-def _moves(pairing: Pairing, span: Span, slots: Table, sink: Table) -> NDArray[np.int64]:
-    """List which tokens go where. Slots count from one for as long as zero means a block that a window has passed."""
-    counted = Table(slots.ids + 1, slots.first)
-    wider = pairing._replace(num_blocks=(pairing.num_blocks[0] + 1, pairing.num_blocks[1]))
+def _moves(pairing: Pairing, blocks: int, span: Span, source: Table, slots: Table, sink: Table) -> NDArray[np.int64]:
+    """List which tokens go where. The source's own table, of a cache of ``blocks``, says what its window has passed."""
+    there = pairing.num_blocks[1]
+    real = segments(pairing._replace(num_blocks=(blocks, there)), span, source, sink)
+    # Slots count from one here: none of them is the null block.
+    counted = segments(
+        pairing._replace(num_blocks=(len(slots.ids) + 1, there)), span, Table(slots.ids + 1, slots.first), sink
+    )
     parts = [
-        np.stack(
-            np.broadcast_arrays(found.source - 1, found.kind.source, found.sink, found.kind.sink, found.kind.tokens),
-            axis=1,
-        )
-        for found in segments(wider, span, counted, sink)
+        np.stack(np.broadcast_arrays(slot.source - 1, of.source, slot.sink, of.sink, of.tokens), axis=1)
+        for _, slot in zip(real, counted, strict=True)
+        for of in (slot.kind,)
     ]
     return np.concatenate(parts)
 
