@@ -21,6 +21,10 @@ class LayoutMismatchError(KvxferError):
     """Two ranks lay their caches out in ways that no descriptor list can connect."""
 
 
+class RailsError(KvxferError):
+    """Device memory is on other rails than it should be, and ``rails_policy`` is enforce."""
+
+
 class TransportError(KvxferError):
     """The NIXL agent or the control channel could not be started, or refused an operation."""
 

@@ -1,0 +1,136 @@
+"""``kvxfer rails``: which rails are local to which device, and whether NIXL uses those.
+
+Exit status: 0 as expected, 1 a violation, 2 could not tell.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvxfer.errors import ConfigError, KvxferError
+
+if TYPE_CHECKING:
+    from kvxfer.rails.counters import Traffic
+    from kvxfer.rails.judge import Verdict
+    from kvxfer.rails.pci import Machine
+
+_NEURON_LS = ("neuron-ls", "/opt/aws/neuron/bin/neuron-ls")
+_NEURON_LS_SECONDS = 20
+_WIDTH = 250  # of what is piped into a file
+
+
+def rails(
+    more: Annotated[list[Path] | None, typer.Argument(metavar="[LOG]...", help="More logs, after --log.")] = None,
+    *,
+    topology: Annotated[Path | None, typer.Option(help="Another machine's: XML of lstopo --whole-io.")] = None,
+    instance_type: Annotated[str, typer.Option(help="EC2's instance type, where the machine does not tell.")] = "",
+    log: Annotated[list[Path] | None, typer.Option(help="A server's log, made with NIXL_LOG_LEVEL=DEBUG.")] = None,
+    watch: Annotated[float | None, typer.Option(help="Read the EFA counters for so many seconds.", min=0.1)] = None,
+    provider: Annotated[str, typer.Option(help="The provider that is wanted: efa or tcp.")] = "efa",
+    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    root: Annotated[Path, typer.Option(hidden=True, help="Read sys, dev and proc below this directory.")] = Path("/"),
+) -> None:
+    """Show each device's local EFA rails and why; hold what NIXL would do, or did (--log), against them."""
+    import msgspec
+
+    from kvxfer.rails.local import attached, place
+    from kvxfer.rails.predict import predict
+    from kvxfer.rails.report import Report, show
+
+    try:
+        if watch is not None and topology is not None:
+            raise ConfigError("--watch reads this machine's counters: it does not go with --topology")
+        machine = _machine(topology, instance_type, provider, root)
+        placements = place(machine)
+        prediction = predict(machine, machine.rails if provider == "efa" else (), attached(placements))
+        report = Report(machine, placements, prediction, _judge(machine, _logs(log, more), provider))
+        if watch is not None:
+            report = dataclasses.replace(report, traffic=_watch(machine, watch, report.verdict, root))
+    except KvxferError as error:
+        typer.echo(f"could not tell: {error}", err=True)
+        raise typer.Exit(2) from None
+    if json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(report.to_json())).decode())
+    else:
+        from rich.console import Console
+
+        console = Console()
+        show(report, console if console.is_terminal else Console(width=_WIDTH))
+    raise typer.Exit(report.verdict.status)
+
+
+def _logs(log: list[Path] | None, more: list[Path] | None) -> list[Path]:
+    """Join the logs of ``--log`` and those behind it. Raises ConfigError for logs without ``--log``."""
+    if more and not log:
+        raise ConfigError(f"{more[0]} is not an option; logs come after --log")
+    return [*(log or ()), *(more or ())]
+
+
+def _machine(topology: Path | None, instance_type: str, provider: str, root: Path) -> Machine:
+    from kvxfer.rails.hwloc import read_hwloc
+    from kvxfer.rails.instances import INSTANCE_TYPES
+    from kvxfer.rails.sysfs import read_sysfs
+
+    if provider not in ("efa", "tcp"):
+        raise ConfigError(f"--provider {provider} must be efa or tcp")
+    if instance_type and instance_type not in INSTANCE_TYPES:
+        raise ConfigError(f"--instance-type {instance_type} is not known; known are {', '.join(INSTANCE_TYPES)}")
+    machine = read_hwloc(topology) if topology else read_sysfs(root, _neuron_ls() if root == Path("/") else "")
+    return dataclasses.replace(machine, instance_type=instance_type) if instance_type else machine
+
+
+def _neuron_ls() -> str:
+    """Return what ``neuron-ls -j`` prints; empty where there is none, or it fails."""
+    tool = next((found for found in map(shutil.which, _NEURON_LS) if found), None)
+    if tool is None:
+        return ""
+    try:
+        done = subprocess.run([tool, "-j"], capture_output=True, text=True, timeout=_NEURON_LS_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout
+
+
+def _judge(machine: Machine, logs: list[Path], provider: str) -> Verdict:
+    from kvxfer.rails.judge import judge_log, judge_machine
+    from kvxfer.rails.local import attached, place
+    from kvxfer.rails.nixl_log import NixlLog
+    from kvxfer.rails.predict import predict
+
+    placements = place(machine)
+    if not logs:
+        return judge_machine(machine, placements, predict(machine, machine.rails, attached(placements)), provider)
+    read = NixlLog()
+    for path in logs:
+        try:
+            with path.open(errors="replace") as file:
+                read.read(path.name, file)
+        except OSError as error:
+            raise ConfigError(f"the log {path} cannot be read: {error}") from error
+    return judge_log(machine, placements, read, provider)
+
+
+def _watch(machine: Machine, seconds: float, verdict: Verdict, root: Path) -> list[Traffic]:
+    from kvxfer.rails.counters import read_counters, traffic
+
+    names = [rail.rail for rail in machine.rails]
+    before = read_counters(names, root)
+    time.sleep(seconds)
+    moved = traffic(before, read_counters(names, root))
+    if not moved:
+        verdict.reasons.append("no rail has byte counters (ports/1/hw_counters of the efa driver)")
+    elif not any(one.share for one in moved):
+        verdict.reasons.append(f"nothing moved on any rail in {seconds:g} s: watch while traffic runs")
+    return moved
+
+
+def register(app: typer.Typer) -> None:
+    """Add ``rails`` to the command line."""
+    app.command()(rails)
