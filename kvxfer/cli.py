@@ -15,6 +15,8 @@ app = typer.Typer(
 def _register_commands() -> None:
     from kvxfer.bench import command as bench
     from kvxfer.chaos import command as chaos
+    from kvxfer.doctor import command as doctor
+    from kvxfer.rails import command as rails
     from kvxfer.router import command as router
     from kvxfer.transport import command as transport
 
@@ -22,6 +24,8 @@ def _register_commands() -> None:
     transport.register(app)
     bench.register(app)
     chaos.register(app)
+    rails.register(app)
+    doctor.register(app)
 
 
 @app.callback()

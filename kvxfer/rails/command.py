@@ -9,6 +9,7 @@ import dataclasses
 import shutil
 import subprocess
 import time
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,6 +20,7 @@ from kvxfer.errors import ConfigError, KvxferError
 if TYPE_CHECKING:
     from kvxfer.rails.counters import Traffic
     from kvxfer.rails.judge import Verdict
+    from kvxfer.rails.nixl_log import NixlLog
     from kvxfer.rails.pci import Machine
 
 _NEURON_LS = ("neuron-ls", "/opt/aws/neuron/bin/neuron-ls")
@@ -40,21 +42,27 @@ def rails(
     """Show each device's local EFA rails and why; hold what NIXL would do, or did (--log), against them."""
     import msgspec
 
+    from kvxfer.rails.judge import judge_log, judge_machine
     from kvxfer.rails.local import attached, place
     from kvxfer.rails.predict import predict
     from kvxfer.rails.report import Report, show
 
     try:
-        if watch is not None and topology is not None:
-            raise ConfigError("--watch reads this machine's counters: it does not go with --topology")
-        machine = _machine(topology, instance_type, provider, root)
+        machine = _machine(topology, instance_type, provider, root, live=watch is not None)
         placements = place(machine)
         prediction = predict(machine, machine.rails if provider == "efa" else (), attached(placements))
-        report = Report(machine, placements, prediction, _judge(machine, _logs(log, more), provider))
-        if watch is not None:
-            report = dataclasses.replace(report, traffic=_watch(machine, watch, report.verdict, root))
+        logs = _logs(log, more)
+        if logs:
+            verdict = judge_log(machine, placements, _read(logs), provider)
+        else:
+            verdict = judge_machine(machine, placements, prediction, provider)
+        moved = None if watch is None else _watch(machine, watch, verdict, root)
+        report = Report(machine, placements, prediction, verdict, moved)
     except KvxferError as error:
         typer.echo(f"could not tell: {error}", err=True)
+        raise typer.Exit(2) from None
+    except Exception:  # noqa: BLE001 - Python's own exit status for it, 1, would read as a violation
+        traceback.print_exc()
         raise typer.Exit(2) from None
     if json:
         typer.echo(msgspec.json.format(msgspec.json.encode(report.to_json())).decode())
@@ -67,17 +75,19 @@ def rails(
 
 
 def _logs(log: list[Path] | None, more: list[Path] | None) -> list[Path]:
-    """Join the logs of ``--log`` and those behind it. Raises ConfigError for logs without ``--log``."""
+    """Join the logs of ``--log`` and those behind it."""
     if more and not log:
         raise ConfigError(f"{more[0]} is not an option; logs come after --log")
     return [*(log or ()), *(more or ())]
 
 
-def _machine(topology: Path | None, instance_type: str, provider: str, root: Path) -> Machine:
+def _machine(topology: Path | None, instance_type: str, provider: str, root: Path, *, live: bool) -> Machine:
     from kvxfer.rails.hwloc import read_hwloc
     from kvxfer.rails.instances import INSTANCE_TYPES
     from kvxfer.rails.sysfs import read_sysfs
 
+    if live and topology is not None:
+        raise ConfigError("--watch reads this machine's counters: it does not go with --topology")
     if provider not in ("efa", "tcp"):
         raise ConfigError(f"--provider {provider} must be efa or tcp")
     if instance_type and instance_type not in INSTANCE_TYPES:
@@ -98,15 +108,9 @@ def _neuron_ls() -> str:
     return done.stdout
 
 
-def _judge(machine: Machine, logs: list[Path], provider: str) -> Verdict:
-    from kvxfer.rails.judge import judge_log, judge_machine
-    from kvxfer.rails.local import attached, place
+def _read(logs: list[Path]) -> NixlLog:
     from kvxfer.rails.nixl_log import NixlLog
-    from kvxfer.rails.predict import predict
 
-    placements = place(machine)
-    if not logs:
-        return judge_machine(machine, placements, predict(machine, machine.rails, attached(placements)), provider)
     read = NixlLog()
     for path in logs:
         try:
@@ -114,7 +118,7 @@ def _judge(machine: Machine, logs: list[Path], provider: str) -> Verdict:
                 read.read(path.name, file)
         except OSError as error:
             raise ConfigError(f"the log {path} cannot be read: {error}") from error
-    return judge_log(machine, placements, read, provider)
+    return read
 
 
 def _watch(machine: Machine, seconds: float, verdict: Verdict, root: Path) -> list[Traffic]:

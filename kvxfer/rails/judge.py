@@ -166,7 +166,11 @@ class _Placements:
         try:
             node = self._machine.at(Address.parse(registration.device))
         except ValueError:
-            return  # the fallback's own line has told of an address that cannot be read
+            if not writer.fallbacks:  # whose own line has told of it
+                text = f"{writer.key}: NIXL has no PCI address ({registration.device!r}) for the device of {registration.memory}"
+                line = str(next(iter(registration.rails.values()), ""))
+                self._add(writer, Violation("device", registration.device, (), tuple(registration.rails), text, line))
+            return
         strange = [name for name in registration.rails if self._machine.rail_named(name) is None]
         if node is None or strange:
             what = f"device {registration.device}" if node is None else f"rails {', '.join(strange)}"

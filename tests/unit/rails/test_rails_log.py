@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import random
+import tempfile
 from pathlib import Path
 
 import pytest
 import topologies as make
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from logs import BACKEND, MANAGER, TOPOLOGY, Process, interleave
 
 from kvxfer.rails.hwloc import read_hwloc
@@ -390,3 +394,40 @@ def test_a_genuine_logs_prefix_is_the_composed_ones() -> None:
     assert writer.runtime == "SYSTEM"
     assert writer.host_rails == {0}
     assert log.nixl_lines > 50
+
+
+# --- anything at all --------------------------------------------------------------------------------------------------
+
+_FRAGMENTS = [
+    "I1129 23:29:57.000001    4711 libfabric_rail_manager.cpp:359] ",
+    "(Worker_TP0 pid=77) ",
+    "Created rail 0 (device=rdmap85s0-rdm, provider=efa)",
+    "Created rail 1 (device=rdmap86s0-rdm, provider=efa)",
+    "VRAM memory 0x1 on device PCI 0000:59:00.0 mapped to rail 0 (EFA device=rdmap85s0-rdm)",
+    "VRAM memory 0x1 on device PCI 0000:59:00.0 will use 2 rails total",
+    "VRAM memory 0x1 on device PCI  mapped to rail 0 (EFA device=rdmap85s0-rdm)",
+    "VRAM memory 0x1 on device PCI zz mapped to rail 0 (EFA device=)",
+    "Registered memory on 2 rails, mem_type=1 device=0",
+    "Registered memory on rail 9 (mr=0, key=0)",
+    "Registered memory on 1 rails, mem_type=0 device=0",
+    "  0:59:00.0 → [rdmap85s0-rdm, ]",
+    "\x1b[1m",
+    "\n",
+]
+
+
+@functools.cache
+def _machine():
+    with tempfile.TemporaryDirectory() as folder:
+        return read_hwloc(make.write_hwloc(make.p5en(), Path(folder) / "x.xml"))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.one_of(st.sampled_from(_FRAGMENTS), st.text(max_size=5)), max_size=30).map("".join))
+def test_no_text_breaks_the_judge_or_proves_what_it_does_not_say(text) -> None:
+    log = NixlLog()
+    log.read("x", text.splitlines())
+    verdict = judge_log(_machine(), place(_machine()), log)
+    whole = [one for writer in log.writers.values() for one in writer.registrations if one.whole]
+    if verdict.status == 0:
+        assert whole, "as expected, and nothing in the log that proves it"

@@ -1,0 +1,155 @@
+"""Checks of the kernel, of drivers and of limits: what registering device memory with EFA needs of the host."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvxfer.doctor.host import Finding, numbers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvxfer.doctor.host import Host
+
+_NEURON_LIBRARIES = "opt/aws/neuron/lib"
+_EFA_INSTALLER = "run AWS's EFA installer (it builds the efa kernel module), then modprobe efa"
+
+
+def check_accelerators(host: Host) -> Iterator[Finding]:
+    """Say what is on the bus, and what of it is hidden."""
+    machine = host.machine
+    parts = [
+        f"{len(nodes)} {what}" for what, nodes in (("GPUs", machine.gpus), ("Neuron devices", machine.neurons)) if nodes
+    ]
+    hidden = sum(not node.usable for node in machine.accelerators)
+    text = ", ".join(parts) or "no accelerator on the PCI bus: KV in host memory only"
+    if machine.accelerators and hidden == len(machine.accelerators):
+        cure = "give the container its devices (--gpus, --device /dev/neuronN)"
+        yield Finding("accelerators", "problem", f"{text}, none of which has a device file here", cure)
+    else:
+        yield Finding("accelerators", "ok", text + (f", {hidden} of them without a device file here" if hidden else ""))
+
+
+def check_kernel(host: Host) -> Iterator[Finding]:
+    """Neuron's dma-buf needs Linux 5.15 (aws-neuron-driver 2.24.7)."""
+    if host.machine.neurons and numbers(host.kernel) < (5, 15):
+        text = f"Linux {host.kernel}: Neuron's driver exports dma-buf only from 5.15 on"
+        yield Finding("kernel", "problem", text, "run an image with Linux 5.15 or newer")
+    else:
+        yield Finding("kernel", "ok", f"Linux {host.kernel}")
+
+
+def check_efa_driver(host: Host) -> Iterator[Finding]:
+    """Every EFA device on the bus has the efa module behind it, and a device file."""
+    machine = host.machine
+    if not machine.efas:
+        return
+    version = host.text("sys/module/efa/version")
+    if not version and not host.exists("sys/module/efa"):
+        yield Finding(
+            "efa driver",
+            "problem",
+            f"{len(machine.efas)} EFA devices, and the efa module is not loaded",
+            _EFA_INSTALLER,
+        )
+    elif len(machine.rails) < len(machine.efas):
+        hidden = ", ".join(str(efa.where) for efa in machine.efas if not efa.usable)
+        yield Finding(
+            "efa driver",
+            "problem" if not machine.rails else "warning",
+            f"efa {version}: no device file here for {hidden}",
+            "give the container /dev/infiniband/uverbs* (the EFA device plugin's vpc.amazonaws.com/efa, or --device)",
+        )
+    else:
+        yield Finding("efa driver", "ok", f"efa {version or '(in-tree)'}, {len(machine.rails)} devices")
+
+
+def check_gpu_direct(host: Host) -> Iterator[Finding]:
+    """Check that EFA can reach GPU memory: dma-buf with NVIDIA's open modules, a peer memory module with the others."""
+    if not host.machine.gpus:
+        return
+    driver = host.text("proc/driver/nvidia/version").partition("\n")[0]
+    peer = [name for name in ("efa_nv_peermem", "nvidia_peermem") if host.exists(f"sys/module/{name}")]
+    if not driver:
+        yield Finding(
+            "gpu direct", "problem", "NVIDIA's driver is not loaded", "install NVIDIA's driver, open kernel modules"
+        )
+    elif "Open Kernel Module" in driver:
+        yield Finding("gpu direct", "ok", f"dma-buf: {driver}")
+    elif peer:
+        yield Finding("gpu direct", "ok", f"{', '.join(peer)}: {driver}")
+    else:
+        text = f"neither NVIDIA's open kernel modules (dma-buf) nor a peer memory module: {driver}"
+        yield Finding("gpu direct", "problem", text, "install NVIDIA's open kernel modules, or modprobe nvidia_peermem")
+
+
+def check_neuron(host: Host) -> Iterator[Finding]:
+    """Neuron's driver, and a libnrt.so.1 that NIXL and libfabric find under that name."""
+    if not host.machine.neurons:
+        return
+    version = host.text("sys/module/neuron/version")
+    if not host.exists("sys/module/neuron"):
+        yield Finding(
+            "neuron driver",
+            "problem",
+            "the neuron module is not loaded",
+            "install aws-neuronx-dkms, then modprobe neuron",
+        )
+    else:
+        yield Finding("neuron driver", "ok", f"neuron {version}")
+    if not host.exists(f"{_NEURON_LIBRARIES}/libnrt.so.1"):
+        text = f"/{_NEURON_LIBRARIES} has no libnrt.so.1: NIXL cannot ask for the EFA device of an address, and takes every rail"
+        yield Finding("libnrt", "problem", text, "install aws-neuronx-runtime-lib, of Neuron SDK 2.29 or newer")
+        return
+    path = host.environment.get("LD_LIBRARY_PATH", "").split(":")
+    configured = any(
+        _NEURON_LIBRARIES in host.text(str(file.relative_to(host.root)))
+        for file in host.root.glob("etc/ld.so.conf.d/*.conf")
+    )
+    if f"/{_NEURON_LIBRARIES}" in [part.rstrip("/") for part in path] or configured:
+        yield Finding("libnrt", "ok", f"/{_NEURON_LIBRARIES}/libnrt.so.1")
+    else:
+        text = f"the dynamic loader is not told of /{_NEURON_LIBRARIES}, where NIXL and libfabric look for libnrt.so.1 by name"
+        yield Finding("libnrt", "problem", text, f"export LD_LIBRARY_PATH=/{_NEURON_LIBRARIES}:$LD_LIBRARY_PATH")
+
+
+def check_memlock(host: Host) -> Iterator[Finding]:
+    """EFA pins what it registers; libfabric's tcp does not."""
+    limit = "unlimited" if host.memlock is None else f"{host.memlock // 1024:,} KiB"
+    if host.machine.efas and host.memlock is not None:
+        cure = "ulimit -l unlimited (limits.conf: memlock; docker: --ulimit memlock=-1)"
+        yield Finding(
+            "memlock", "problem", f"locked memory is limited to {limit}, and EFA pins what it registers", cure
+        )
+    else:
+        yield Finding("memlock", "ok", f"locked memory: {limit}")
+
+
+def check_hugepages(host: Host) -> Iterator[Finding]:
+    """The efa provider of libfabric takes its own buffers from huge pages of 2 MiB where there are any."""
+    if not host.machine.efas:
+        return
+    free = next(
+        (line.split()[1] for line in host.text("proc/meminfo").splitlines() if line.startswith("HugePages_Free:")), "0"
+    )
+    if free == "0" and host.environment.get("FI_EFA_USE_HUGE_PAGE", "1") != "0":
+        text = "no huge page is free: each rail's buffers take ordinary pages"
+        yield Finding(
+            "hugepages",
+            "warning",
+            text,
+            "reserve some (sysctl vm.nr_hugepages; the EFA installer does), or set FI_EFA_USE_HUGE_PAGE=0",
+        )
+    else:
+        yield Finding("hugepages", "ok", f"{free} free")
+
+
+CHECKS = (
+    check_accelerators,
+    check_kernel,
+    check_efa_driver,
+    check_gpu_direct,
+    check_neuron,
+    check_memlock,
+    check_hugepages,
+)
