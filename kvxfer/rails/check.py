@@ -17,7 +17,7 @@ from kvxfer.errors import ConfigError, RailsError
 from kvxfer.rails.local import place
 from kvxfer.rails.nixl_log import LEVEL, Line, NixlLog, Registration
 from kvxfer.rails.pci import Address
-from kvxfer.rails.policy import expectation
+from kvxfer.rails.policy import VARIABLE, expectation
 
 if TYPE_CHECKING:
     import logging
@@ -65,6 +65,7 @@ class RailsCheck:
         self._machine = machine
         self._placements = [one for one in place(machine, asked) if one.node.where in devices]
         self._choices = expectation(machine, devices, rails, asked)
+        self._shown = {rail.rail for rail in rails}
 
     def compare(self, lines: Iterable[str]) -> Outcome:
         """Compare with NIXL's log of the registration: all lines from the creation of the agent on, or any part of them."""
@@ -86,7 +87,7 @@ class RailsCheck:
             return wrong
         told = list(dict.fromkeys(one.text for one in found))
         if told:
-            return Outcome("match", "rails: " + "; ".join(told))
+            return Outcome("match", "rails: " + "; ".join(told + self._late(writers)))
         return Outcome("untold", f"rails: NIXL did not log where it put device memory; {LEVEL} shows it")
 
     def _outcomes(self, writer: Writer) -> Iterator[Outcome]:
@@ -104,6 +105,15 @@ class RailsCheck:
         for device, rails in writer.table.items() if everywhere is None else ():
             if Address.parse(device) in self._choices:
                 yield self._compare(Registration("", device, dict.fromkeys(rails, Line("log", 0, device))))
+
+    def _late(self, writers: Sequence[Writer]) -> list[str]:
+        """Say when more rails are open than were shown: something had started libfabric before the pin was set."""
+        opened = {created.name for writer in writers for created in writer.created.values()}
+        if opened <= self._shown:
+            return []
+        return [
+            f"but {len(opened)} rails are open where {len(self._shown)} were to be: {VARIABLE} came after libfabric's start"
+        ]
 
     def _compare(self, registration: Registration) -> Outcome:
         actual = {node for node in map(self._machine.rail_named, registration.rails) if node is not None}

@@ -37,7 +37,7 @@ _TOTAL = re.compile(_ON + r" will use (\d+) rails total")
 _QUERIED = re.compile(r"Queried PCI bus ID: (\S*) for (GPU|Neuron device) (-?\d+)")
 _ON_RAIL = re.compile(r"Registered memory on rail (\d+) \(")
 _REGISTERED = re.compile(r"Registered memory on (\d+) rails, mem_type=(\w+)")
-_TABLE = re.compile(r"^\s*([0-9a-f]+:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]) → \[([^\]]*)\]")
+_TABLE = re.compile(r"^\s*(?:Accelerator-PCI )?([0-9a-f]+:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]) → \[([^\]]*)\]")
 _RUNTIME = re.compile(r"System runtime: (CUDA|NEURON|SYSTEM)")
 
 _FALLBACKS = (

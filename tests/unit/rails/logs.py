@@ -27,7 +27,7 @@ class Process:
     def create(self, names: list[str], provider: str = "efa", accelerators: str = "8 NVIDIA GPUs, 8") -> Process:
         self.say(
             TOPOLOGY,
-            137,
+            140,
             f"Discovered {len(names)} EFA devices"
             if provider == "efa"
             else f"Discovered 1 {provider} devices (TCP fallback)",
@@ -39,17 +39,17 @@ class Process:
         return self.say(MANAGER, 232, f"Created {len(names)} rails using provider={provider}")
 
     def queried(self, pci: str, device: int, kind: str = "GPU") -> Process:
-        return self.say(BACKEND, 940, f"Queried PCI bus ID: {pci} for {kind} {device}")
+        return self.say(BACKEND, 940 if kind == "GPU" else 950, f"Queried PCI bus ID: {pci} for {kind} {device}")
 
     def map(self, pci: str, names: list[str], memory: str = "0x7f1200000000", total: bool = True) -> Process:
         for name in names:
             self.say(
                 MANAGER,
-                716,
+                700,
                 f"VRAM memory {memory} on device PCI {pci} mapped to rail {self.rails.get(name, 0)} (EFA device={name}{self.suffix})",
             )
         if total:
-            self.say(MANAGER, 738, f"VRAM memory {memory} on device PCI {pci} will use {len(names)} rails total")
+            self.say(MANAGER, 719, f"VRAM memory {memory} on device PCI {pci} will use {len(names)} rails total")
             for name in names:
                 self.say(
                     MANAGER, 825, f"Registered memory on rail {self.rails.get(name, 0)} (mr=0x56159d286a40, key=12)"

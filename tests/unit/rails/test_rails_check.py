@@ -100,8 +100,8 @@ def test_device_memory_as_host_memory(check) -> None:
 
 @pytest.mark.parametrize("rails", [("rdmap85s0-rdm, rdmap86s0-rdm", "match"), ("rdmap85s0-rdm", "mismatch")])
 def test_without_debug_the_announced_table_counts(check, rails) -> None:
-    process = Process().say(TOPOLOGY, 290, f"  0:59:00.0 → [{rails[0]}]")
-    process.say(TOPOLOGY, 290, "  0:5a:00.0 → [rdmap87s0-rdm]")
+    process = Process().say(TOPOLOGY, 285, f"Accelerator-PCI 0:59:00.0 → [{rails[0]}]")
+    process.say(TOPOLOGY, 285, "Accelerator-PCI 0:5a:00.0 → [rdmap87s0-rdm]")
     process.say(MANAGER, 829, "Registered memory on 2 rails, mem_type=1 device=0")
     assert check(make.p5en(), "59:00.0").compare(process.lines).result == rails[1]
 
@@ -110,6 +110,17 @@ def test_without_debug_the_fallbacks_warning_counts(check) -> None:
     process = Process().all_devices("0000:59:00.0")
     process.say(MANAGER, 829, "Registered memory on 4 rails, mem_type=1 device=0")
     assert check(make.p5en(), "59:00.0").compare(process.lines).result == "mismatch"
+
+
+def test_a_pin_that_came_too_late_is_told(check) -> None:
+    """Where something else had started libfabric, every rail is open, and the memory may be where it should be all the same."""
+    every = [f"rdmap{bus}s0" for first in (0x55, 0x6E, 0x87, 0xA0) for bus in range(first, first + 4)]
+    process = Process().create(every).map("0000:59:00.0", ["rdmap85s0", "rdmap86s0"])
+    outcome = check(make.p5en(), "59:00.0").compare(process.lines)
+    assert outcome.result == "match"
+    assert "16 rails are open where 4 were to be" in outcome.text
+    pinned = Process().create(SWITCH).map("0000:59:00.0", ["rdmap85s0", "rdmap86s0"])
+    assert "rails are open" not in check(make.p5en(), "59:00.0").compare(pinned.lines).text
 
 
 @pytest.mark.parametrize("lines", [[], ["nothing of NIXL's"], Process().create(SWITCH).lines])

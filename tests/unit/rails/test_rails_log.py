@@ -410,7 +410,7 @@ _FRAGMENTS = [
     "Registered memory on 2 rails, mem_type=1 device=0",
     "Registered memory on rail 9 (mr=0, key=0)",
     "Registered memory on 1 rails, mem_type=0 device=0",
-    "  0:59:00.0 → [rdmap85s0-rdm, ]",
+    "Accelerator-PCI 0:59:00.0 → [rdmap85s0-rdm, ]",
     "\x1b[1m",
     "\n",
 ]

@@ -306,14 +306,24 @@ def write_sysfs(topology: Topology, root: Path) -> Path:
 
 
 def write_hwloc(topology: Topology, path: Path) -> Path:
-    """Write what lstopo --of xml --whole-io would: packages with their host bridges; one package where NUMA is not told."""
+    """Write what lstopo --of xml --whole-io would: packages with their host bridges; one package where NUMA is not told.
+
+    hwloc's own small parser reads it too, which wants one tag a line and every set of an object.
+    """
+    numbers = iter(range(1, 1 << 16))
+
+    def sets(mask: int) -> str:
+        cpus = f'cpuset="{mask:#010x}" complete_cpuset="{mask:#010x}"'
+        return f'{cpus} nodeset="{mask:#010x}" complete_nodeset="{mask:#010x}" gp_index="{next(numbers)}"'
+
+    everything = (1 << topology.numa_nodes) - 1
     out = [
         '<?xml version="1.0" encoding="UTF-8"?>',
         '<!DOCTYPE topology SYSTEM "hwloc2.dtd">',
         '<topology version="2.0">',
     ]
-    everything = (1 << topology.numa_nodes) - 1
-    out.append(f'<object type="Machine" os_index="0" cpuset="0xf" nodeset="{everything:#010x}" gp_index="1">')
+    allowed = f'allowed_cpuset="{everything:#010x}" allowed_nodeset="{everything:#010x}"'
+    out.append(f'<object type="Machine" os_index="0" {allowed} {sets(everything)}>')
     if topology.product:
         out.append(f'<info name="DMIProductName" value={quoteattr(topology.product)}/>')
 
@@ -321,35 +331,38 @@ def write_hwloc(topology: Topology, path: Path) -> Path:
         if isinstance(entry, Bridge):
             first, last = entry.buses
             out.append(
-                f'<object type="Bridge" bridge_type="1-1" bridge_pci="0000:[{first:02x}-{last:02x}]" pci_busid="{entry.at}" '
+                f'<object type="Bridge" gp_index="{next(numbers)}" bridge_type="1-1" depth="1" '
+                f'bridge_pci="0000:[{first:02x}-{last:02x}]" pci_busid="{entry.at}" '
                 'pci_type="0604 [1d0f:0200] [1d0f:0200] 00" pci_link_speed="63.015385">'
             )
             for child in entry.children:
                 write(child)
         else:
             out.append(
-                f'<object type="PCIDev" pci_busid="{entry.at}" '
-                f'pci_type="{entry.pci_class:04x} [{entry.vendor:04x}:{entry.device:04x}] [0000:0000] 00" pci_link_speed="31.507692">'
+                f'<object type="PCIDev" gp_index="{next(numbers)}" pci_busid="{entry.at}" '
+                f'pci_type="{entry.pci_class:04x} [{entry.vendor:04x}:{entry.device:04x}] [0000:0000] 00" '
+                'pci_link_speed="31.507692">'
             )
             if entry.name:
-                out.append(f'<object type="OSDev" name="{entry.name}" osdev_type="3"></object>')
+                out.append(f'<object type="OSDev" gp_index="{next(numbers)}" name="{entry.name}" osdev_type="3">')
+                out.append("</object>")
         out.append("</object>")
 
     for numa in range(topology.numa_nodes):
-        out.append(f'<object type="Package" os_index="{numa}" cpuset="0x1" nodeset="{1 << numa:#010x}" gp_index="2">')
-        out.append(f'<object type="NUMANode" os_index="{numa}" cpuset="0x1" nodeset="{1 << numa:#010x}"></object>')
-        out.append(
-            '<object type="L3Cache" cpuset="0x1"><object type="Core"><object type="PU" os_index="0"></object></object></object>'
-        )
+        out.append(f'<object type="Package" os_index="{numa}" {sets(1 << numa)}>')
+        out.append(f'<object type="NUMANode" os_index="{numa}" {sets(1 << numa)} local_memory="1073741824">')
+        out.append('<page_type size="4096" count="262144"/>')
+        out.append("</object>")
         for host in topology.hosts:
             if max(host.numa, 0) == numa:
                 out.append(
-                    f'<object type="Bridge" bridge_type="0-1" bridge_pci="0000:[{host.buses[0]:02x}-{host.buses[1]:02x}]">'
+                    f'<object type="Bridge" gp_index="{next(numbers)}" bridge_type="0-1" depth="0" '
+                    f'bridge_pci="0000:[{host.buses[0]:02x}-{host.buses[1]:02x}]">'
                 )
                 for child in host.children:
                     write(child)
                 out.append("</object>")
         out.append("</object>")
     out += ["</object>", "</topology>"]
-    path.write_text("\n".join(out))
+    path.write_text("\n".join(out) + "\n")
     return path
