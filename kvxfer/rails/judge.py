@@ -238,16 +238,17 @@ class _Placements:
         if not all(registration.whole for writer in writers for registration in writer.registrations):
             return  # what is missing may be what uses them; a reason has been given
         used = {name for writer in writers for name in writer.used}
-        by_thread = [writer for writer in writers if writer.registrations and not writer.created]
+        elsewhere = [one for writer in writers if not writer.created for one in writer.registrations]
         for writer in writers:
             if not writer.created:
                 continue
-            if not writer.registrations and not (by_thread and used):
+            registrations = writer.registrations or elsewhere
+            if not registrations:
                 if not writer.host_rails:
                     self._reason(f"{writer.key} opened rails, and no registration of it is in the log")
                 continue
             idle = {created.name: created for created in writer.created.values() if created.name not in used}
-            for name in self._neighbours(writer):
+            for name in self._neighbours(writer, registrations):
                 idle.pop(name, None)
             if idle:
                 text = (
@@ -257,11 +258,12 @@ class _Placements:
                 first = next(iter(idle.values())).line
                 self._add(writer, Violation("unused rail", "", (), tuple(sorted(idle)), text, str(first)))
 
-    def _neighbours(self, writer: Writer) -> set[str]:
+    def _neighbours(self, writer: Writer, registrations: Sequence[Registration]) -> set[str]:
         """Return the rails that a process of one GPU shows for the sake of NIXL's split: the other ones of its switch."""
-        mine, opened = writer.mapped, {created.name for created in writer.created.values()}
+        mine = {name for registration in registrations for name in registration.rails}
+        opened = {created.name for created in writer.created.values()}
         own = [one for one in self._all if one.kind == "cuda" and mine & set(_names(one.rails))]
-        if len({registration.device for registration in writer.registrations}) > 1 or len(own) != 1:
+        if len({registration.device for registration in registrations}) > 1 or len(own) != 1:
             return set()
         shown = set(_names(own[0].switch_rails))
         return shown - set(_names(own[0].rails)) if opened == shown else set()

@@ -52,6 +52,11 @@ _FALLBACKS = (
     ("no rail", re.compile(r"No valid rail mapping found for (?:device PCI|GPU-PCI)")),
     ("no rail", re.compile(r"No EFA devices found for PCI")),
 )
+_ANY = re.compile(
+    "Created |mapped to rail|will use |Queried PCI|Registered memory|System runtime|Discovered |→|returning all|Could not |"
+    "Topology-aware|Using fallback|VRAM memory|rail mapping|No EFA devices"
+)
+"""What every pattern has some of: a server's debug log is mostly lines about transfers, and long."""
 _VRAM = frozenset({"1", "VRAM_SEG", "VRAM"})  # nixl_types.h: DRAM_SEG is 0, VRAM_SEG 1
 
 
@@ -129,11 +134,14 @@ class NixlLog:
     writers: dict[str, Writer] = field(default_factory=dict)
     files: int = 0
     nixl_lines: int = 0
+    """How many lines with NIXL's prefix were looked at: 0 if there are none."""
 
     def read(self, file: str, lines: Iterable[str]) -> None:
         """Take the lines of one file."""
         self.files += 1
         for number, raw in enumerate(lines, 1):
+            if _ANY.search(raw) is None and self.nixl_lines:
+                continue
             text = _COLOUR.sub("", raw.rstrip("\n"))
             process = _PROCESS.search(text)
             for thread, message in _messages(text):

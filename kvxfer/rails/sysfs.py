@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
+import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,6 +60,7 @@ class _Builder:
         numas = {number for path in paths.values() if (number := _number(path / "numa_node", 10)) is not None}
         self._packages = len({number for number in numas if number >= 0}) > 1
         self._gpu_minors = _gpu_minors(root)
+        self._neuron_files = _neuron_files(root / "dev")
 
     def build(self) -> tuple[Node, ...]:
         machine = Node("machine")
@@ -147,7 +150,7 @@ class _Builder:
             return bool(verbs) and all((dev / "infiniband" / entry.name).exists() for entry in verbs)
         if node.is_neuron:
             index = self._indices.get(node.where)
-            return (dev / f"neuron{index}").exists() if index is not None else any(dev.glob("neuron[0-9]*"))
+            return bool(self._neuron_files) if index is None else index in self._neuron_files
         if node.is_gpu:
             minor = self._gpu_minors.get(node.where)
             return (dev / f"nvidia{minor}").exists() if minor is not None else any(dev.glob("nvidia[0-9]*"))
@@ -162,6 +165,15 @@ def _neuron_indices(neuron_ls: str) -> dict[Address, int]:
         }
     except (ValueError, KeyError, TypeError):
         return {}
+
+
+def _neuron_files(dev: Path) -> set[int]:
+    """Return the host indices of the Neuron devices that have a file: its minor number, since a container may rename it."""
+    found = set()
+    for path in dev.glob("neuron[0-9]*"):
+        status = path.stat()
+        found.add(os.minor(status.st_rdev) if stat.S_ISCHR(status.st_mode) else int(path.name.removeprefix("neuron")))
+    return found
 
 
 def _gpu_minors(root: Path) -> dict[Address, int]:

@@ -158,6 +158,14 @@ def test_agent_and_registration_on_two_threads(p5en) -> None:
     assert judge(p5en, opened.text() + placed.text()).status == 0
 
 
+def test_a_pinned_gpu_whose_agent_and_registration_are_on_two_threads(p5en) -> None:
+    opened = Process(thread=1).create(["rdmap85s0", "rdmap86s0", "rdmap87s0", "rdmap88s0"])
+    placed = Process(thread=2)
+    placed.rails = opened.rails
+    placed.map("0000:59:00.0", ["rdmap85s0", "rdmap86s0"])
+    assert judge(p5en, interleave(opened, placed)).status == 0
+
+
 # --- violations -------------------------------------------------------------------------------------------------------
 
 
@@ -393,7 +401,7 @@ def test_a_genuine_logs_prefix_is_the_composed_ones() -> None:
     assert len(log.writers) == 1
     assert writer.runtime == "SYSTEM"
     assert writer.host_rails == {0}
-    assert log.nixl_lines > 50
+    assert log.nixl_lines > 5
 
 
 # --- anything at all --------------------------------------------------------------------------------------------------
@@ -422,7 +430,7 @@ def _machine():
         return read_hwloc(make.write_hwloc(make.p5en(), Path(folder) / "x.xml"))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.lists(st.one_of(st.sampled_from(_FRAGMENTS), st.text(max_size=5)), max_size=30).map("".join))
 def test_no_text_breaks_the_judge_or_proves_what_it_does_not_say(text) -> None:
     log = NixlLog()

@@ -232,6 +232,23 @@ def test_neuron_devices_hidden_by_number(tmp_path) -> None:
     assert (usable["0000:cb:00.0"], usable["0000:cc:00.0"]) == (False, True)
 
 
+def test_a_container_that_renames_its_neuron_device(tmp_path) -> None:
+    """/dev/neuron0 in the container, minor number 3: the host's device 3."""
+    import os
+    import stat
+
+    root = make.write_sysfs(make.trn2(), tmp_path / "r")
+    for path in (root / "dev").glob("neuron*"):
+        path.unlink()
+    try:
+        os.mknod(root / "dev/neuron0", stat.S_IFCHR | 0o600, os.makedev(240, 3))
+    except OSError:
+        pytest.skip("device files cannot be made here")
+    listing = '[{"neuron_device": 3, "bdf": "cb:00.0"}, {"neuron_device": 0, "bdf": "cc:00.0"}]'
+    usable = {str(node.where): node.usable for node in read_sysfs(root, listing).neurons}
+    assert (usable["0000:cb:00.0"], usable["0000:cc:00.0"]) == (True, False)
+
+
 def test_a_part_of_sysfs(tmp_path) -> None:
     """Bridges that are not shown do not hide that two devices are below one host bridge."""
     root = make.write_sysfs(make.p5en(), tmp_path / "r")

@@ -173,7 +173,7 @@ def trees(draw):
     return Machine(tuple(nodes), "made up")
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(trees())
 def test_on_any_tree_local_loses_nothing_of_nixls_own_split(machine) -> None:
     placements = place(machine)
@@ -184,7 +184,7 @@ def test_on_any_tree_local_loses_nothing_of_nixls_own_split(machine) -> None:
         assert set(pinned.rails) == set(unpinned.choices[one.node].rails)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(trees())
 def test_on_any_tree_the_split_is_a_split(machine) -> None:
     """Where a switch has enough EFA devices, none is given twice and none is left over."""
