@@ -84,11 +84,12 @@ def judge_machine(machine: Machine, placements: Sequence[Placement], prediction:
         if choice.how == "unknown":
             verdict.notes.append(f"{placement.name}: {choice.why}; expected one of {_said(placement.rails)}")
         elif not placement.rails:
-            text = f"{placement.name}: no EFA device is local to it ({placement.why}); NIXL would use {_count(choice.rails)}"
+            used = _count(choice.rails, prediction.rails)
+            text = f"{placement.name}: no EFA device is local to it ({placement.why}); NIXL would use {used}"
             verdict.violations.append(Violation("no local rail", placement.name, expected, actual, text))
         elif choice.rails != placement.rails:
             text = (
-                f"{placement.name}: NIXL would use {_said(choice.rails)} ({choice.why}), "
+                f"{placement.name}: NIXL would use {_count(choice.rails, prediction.rails)} ({choice.why}), "
                 f"local is {_said(placement.rails)} ({placement.why})"
             )
             verdict.violations.append(Violation("wrong rail", placement.name, expected, actual, text))
@@ -269,6 +270,8 @@ class _Placements:
         return shown - set(_names(own[0].rails)) if opened == shown else set()
 
     def _where(self, names: Sequence[str]) -> str:
+        if len(names) > 2 and len(names) == len(self._machine.rails):  # noqa: PLR2004
+            return f"all {len(names)} rails"
         parts = []
         for name in names:
             node = self._machine.rail_named(name)
@@ -327,5 +330,5 @@ def _said(rails: Iterable[Node]) -> str:
     return ", ".join(f"{rail.rail} ({rail.where})" for rail in rails) or "none"
 
 
-def _count(rails: Sequence[Node]) -> str:
-    return f"all {len(rails)} rails" if len(rails) > 1 else _said(rails)
+def _count(rails: Sequence[Node], every: Sequence[Node]) -> str:
+    return f"all {len(rails)} rails" if len(rails) > 2 and len(rails) == len(every) else _said(rails)  # noqa: PLR2004

@@ -103,7 +103,7 @@ class Node:
             return f"{self.buses[0]:02x}-{self.buses[1]:02x}"
         if self.address is not None:
             return str(self.address)
-        return f"package of NUMA node {self.numa}" if self.kind == "package" and self.numa is not None else self.kind
+        return f"NUMA node {self.numa}" if self.kind == "package" and self.numa is not None else self.kind
 
     def upwards(self) -> Iterator[Node]:
         """Yield the node itself, its parent, and so on to the machine."""

@@ -91,7 +91,8 @@ def show(report: Report, console: Console) -> None:
     """Print the tree, what NIXL would do, and the verdict."""
     console.print(_tree(report))
     prediction, verdict = report.prediction, report.verdict
-    rails = f"{len(prediction.rails)} rails" if prediction.rails else "its first device"
+    count = len(prediction.rails)
+    rails = f"{count} rail{'s' if count > 1 else ''}" if count else "its first device"
     console.print(
         f"NIXL by itself: provider {prediction.provider}, {rails}, runtime {prediction.runtime}", highlight=False
     )
@@ -114,37 +115,33 @@ def _tree(report: Report) -> Tree:
 
     title = f"{report.machine.instance_type or 'unknown instance type'}: {report.machine.source}"
     root = Tree(Text(title))
-    placed = bool(report.placements)
-    switches: dict[Node | None, Tree] = {}
+    alone, stray = "no EFA device near", "no accelerator near"
+    branches: dict[Node | str, Tree] = {}
 
-    def branch(node: Node | None) -> Tree:
-        if node not in switches:
-            if node is None:
-                name = "not near any accelerator" if placed else "no accelerators"
-            else:
-                what = "switch" if node.kind == "bridge" else node.kind
-                numa = "" if node.numa is None or node.kind == "package" else f", NUMA node {node.numa}"
-                name = f"{what} {node.label}{numa}" + (f", link {node.link:.0f} Gbit/s" if node.link else "")
-            switches[node] = root.add(Text(name))
-        return switches[node]
-
-    def alone() -> Tree:
-        return root.add(Text("no EFA device near"))
+    def branch(of: Node | str) -> Tree:
+        if of not in branches:
+            branches[of] = root.add(Text(of if isinstance(of, str) else _switch_line(of)))
+        return branches[of]
 
     for placement in report.placements:
         rails = ", ".join(f"{rail.rail} ({rail.where})" for rail in placement.rails) or "none"
         choice = report.prediction.choices[placement.node]
         agree = "" if choice.rails == placement.rails else f" [NIXL: {choice.how}]"
         line = f"{placement.name} → {rails}  ({placement.source}: {placement.why}){agree}"
-        (branch(placement.switch) if placement.switch else alone()).add(Text(line))
+        branch(placement.switch or alone).add(Text(line))
     owned = {rail for placement in report.placements for rail in placement.switch_rails}
     for efa in report.machine.efas:
         if efa not in owned:
             hidden = "" if efa.usable else ", hidden"
-            branch(next((above for above in efa.upwards() if above in switches), None)).add(
-                Text(f"{efa.rail} ({efa.where}){hidden}")
-            )
+            above = next((node for node in efa.upwards() if node in branches), None)
+            branch(above or stray).add(Text(f"{efa.rail} ({efa.where}){hidden}"))
     return root
+
+
+def _switch_line(node: Node) -> str:
+    what = {"bridge": "switch ", "host bridge": "host bridge "}.get(node.kind, "")
+    numa = "" if node.numa is None or node.kind == "package" else f", NUMA node {node.numa}"
+    return f"{what}{node.label}{numa}" + (f", link {node.link:.0f} Gbit/s" if node.link else "")
 
 
 def _traffic(traffic: Sequence[Traffic], console: Console) -> None:

@@ -171,6 +171,22 @@ def test_a_machine_without_efa(tmp_path) -> None:
     assert run("--root", str(tmp_path), "--provider", "tcp").exit_code == 0
 
 
+def test_what_is_near_nothing_is_shown_too(tmp_path) -> None:
+    """An EFA device on a NUMA node without a GPU, a GPU on one without an EFA device, a device that the container hides."""
+    hidden = make.switch(0x78, 1, {0x82: (make.EFA, 0), 0x83: (make.EFA, 0)})
+    topology = make.Topology([make.switch(0x46, 0, {0x50: (make.GPU, 0)}), hidden])
+    next(one for one in topology.devices() if one.at.startswith("0000:83")).hidden = True
+    result = run("--root", str(make.write_sysfs(topology, tmp_path)))
+    assert result.exit_code == 1
+    lines = [line.strip("│├└─ ") for line in result.stdout.splitlines()]
+    assert lines[1:3] == [
+        "no EFA device near",
+        "cuda 0 (0000:50:00.0) → none  (pcie-switch: there is no EFA device on its NUMA node) [NIXL: grouping]",
+    ]
+    assert lines[3:6] == ["no accelerator near", "rdmap130s0 (0000:82:00.0)", "rdmap131s0 (0000:83:00.0), hidden"]
+    assert "no device files here for 0000:83:00.0" in result.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
