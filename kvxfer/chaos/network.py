@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from kvxfer.chaos import concern
+from kvxfer.errors import RemoteProtocolError
 from kvxfer.protocol.messages import unpack
 from kvxfer.transport.suspects import Answer
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
     from kvxfer.chaos.simulation import Simulation
-    from kvxfer.protocol.ids import RankId
+    from kvxfer.protocol.ids import HandoffId, RankId
     from kvxfer.transport.commands import EngineAddress
 
 ASTRAY = 0.3
@@ -125,7 +126,7 @@ class Network:
     def replay(self, about: str) -> bool:
         """Say something again that was said; about a handoff, if anything was. False when nothing has been overheard."""
         heard = [one for one in self._overheard if one[0] == about] if about else []
-        if not (heard or self._overheard):
+        if not (heard or self._overheard) or not self.listeners:
             return False
         draw = self.world.random
         _, packed, wire = draw.choice(heard or list(self._overheard))
@@ -211,7 +212,7 @@ class Network:
         slow = self.world.chance(self.slow)
         if not slow and not self.slow_about:
             return 0.0
-        handoff = getattr(unpack(packed)[1], "handoff", None)
+        handoff = _handoff(packed)
         if handoff is not None and handoff.transfer in self.slow_about:
             self.slow_about.discard(handoff.transfer)
         elif not slow:
@@ -247,21 +248,36 @@ class Network:
         if under_way:
             self._hand_over(wire, under_way.popleft(), there=there)
 
+    def _tell(self, ear: Ear, packed: bytes) -> None:
+        try:
+            envelope, message = unpack(packed)
+        except RemoteProtocolError as error:
+            self.world.note(ear.name, "", f"hears a refusal: {error}")
+            return
+        handoff = getattr(message, "handoff", None)
+        if handoff is not None:
+            self.world.note(ear.name, handoff.transfer, f"hears {message} from {envelope.sender.agent}")
+        elif type(message).__name__ != "Heartbeat":
+            self.world.note(ear.name, "", f"hears {type(message).__name__} from {envelope.sender.agent}")
+
     def _hand_over(self, wire: Wire, packed: bytes, *, there: bool) -> None:
         ear = wire.peer if there else wire.owner
         if ear is None or not ear.alive:
             return
         if there and self.sim.secret is not None:
-            named = getattr(unpack(packed)[1], "handoff", None)
+            named = _handoff(packed)
             self._overheard.append(("" if named is None else named.transfer, packed, wire))
         if self.world.keep:
-            envelope, message = unpack(packed)
-            handoff = getattr(message, "handoff", None)
-            if handoff is not None:
-                self.world.note(ear.name, handoff.transfer, f"hears {message} from {envelope.sender.agent}")
-            elif type(message).__name__ != "Heartbeat":
-                self.world.note(ear.name, "", f"hears {type(message).__name__} from {envelope.sender.agent}")
+            self._tell(ear, packed)
         ear.hear(packed, ("in", wire.number, wire.life) if there else ("out", wire.number, 0))
+
+
+def _handoff(packed: bytes) -> HandoffId | None:
+    """Return the handoff that a message is about, if it is about one."""
+    try:
+        return getattr(unpack(packed)[1], "handoff", None)
+    except RemoteProtocolError:
+        return None  # a refusal
 
 
 class Wires:

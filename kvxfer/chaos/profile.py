@@ -193,8 +193,8 @@ OVERHEARD = Profile(
     others=0.3,
     secret=True,
     same_pair=0.9,
-    chances={"repeated_id": 0.2, "retry_same_id": 0.5, "abort_decode": 0.05},
-    events={"repeated_id": 2.0, "replayed": 0.04},
+    chances={"repeated_id": 0.1, "retry_same_id": 0.3, "abort_decode": 0.03},
+    events={"repeated_id": 3.0, "replayed": 0.04},
 )
 """Engines share a secret. Somebody without it has listened, and says again what he has heard, to its receiver or to others."""
 

@@ -75,7 +75,7 @@ class Agent(Protocol):
         """Progress the fabric and return what has arrived, as (peer's agent name, message)."""
 
     def interrupt(self, name: str) -> None:
-        """Make a call about a peer that is lost return, if one is under way. From any thread; returns at once."""
+        """Make a call about a peer whose process has ended return, if one is under way. From any thread; returns at once."""
 
     def disturbed(self) -> bool:
         """Tell, once, that some peer's connection broke; whose is not known."""

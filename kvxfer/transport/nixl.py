@@ -16,6 +16,7 @@ What NIXL's calls do when a peer dies is told in ``nixl_raw``. Two things are de
 from __future__ import annotations
 
 import logging
+import os
 import re
 import time
 from contextlib import contextmanager
@@ -193,11 +194,13 @@ class NixlAgent:
         return arrived
 
     def interrupt(self, name: str) -> None:
-        """Make a call return that is under way about a peer which is lost. From any thread; returns at once."""
+        """Make a call return that is under way about a peer whose process has ended. From any thread; returns at once."""
         call = self._call
         if call is not None and call[0] == name:
             self._interrupted = call
-            if self.backend == "LIBFABRIC":  # others have time-outs
+            if self.backend == "LIBFABRIC" and os.environ.get("FI_PROVIDER", "tcp").startswith(
+                "tcp"
+            ):  # others end by themselves
                 rescue(name, lambda: self._call is call)
 
     @contextmanager

@@ -6,8 +6,8 @@ spins in there, without Python's lock, and neither library has a time-out or a w
 
 What ends it is an attempt that fails at once instead of later. Each attempt makes a socket; so for a moment this process may not
 open files. The soft limit of open files is lowered to what is open, until the call has returned, ``MOMENT`` seconds at a time:
-whoever else opens a file in that time sees "too many open files". It is done only when the peer is known to be lost, and a
-call about it is under way; the alternative is a process that moves nothing any more.
+whoever else opens a file in that time sees "too many open files". It is done only over tcp, when the peer's process is known to
+have ended and a call about it is under way; the alternative is a process that moves nothing any more.
 """
 
 from __future__ import annotations

@@ -96,11 +96,13 @@ class RankThreads:
     def on_lost(self, rank: RankId, reason: str, granted_until: float, *, dead: bool) -> None:
         """Tell the mover that a peer is lost."""
         self.mover.post(cmd.PeerLost(rank, reason, granted_until, dead))
-        self.mover.transfers.interrupt(rank.agent)
+        if dead:
+            self.mover.transfers.interrupt(rank.agent)
 
     def on_ended(self, rank: RankId) -> None:
         """Tell the mover that the process of a peer which was lost before has ended."""
         self.mover.post(cmd.PeerEnded(rank))
+        self.mover.transfers.interrupt(rank.agent)
 
     def on_lease(self, rank: RankId, until: float, asked: float) -> None:
         """Tell the mover until when it may post."""

@@ -81,7 +81,7 @@ class Transfers:
         self._forget(rank.agent)
 
     def interrupt(self, name: str) -> None:
-        """Make a call about a peer that is lost return, if one is under way. From any thread; returns at once."""
+        """Make a call about a peer whose process has ended return, if one is under way. From any thread; returns at once."""
         self.keeper.agent.interrupt(name)
 
     def disturbed(self) -> bool:

@@ -34,7 +34,14 @@ MAY_IMPORT = {
     },
     "kvxfer/router/": {ERRORS, ADDRESSES},
     # The simulation plays engines: it drives what a connector drives.
-    "kvxfer/chaos/": {ERRORS, "kvxfer.protocol", "kvxfer.layout", "kvxfer.transport", "kvxfer.connector.announce"},
+    "kvxfer/chaos/": {
+        ERRORS,
+        "kvxfer.protocol",
+        "kvxfer.layout",
+        "kvxfer.transport",
+        "kvxfer.connector.announce",
+        "kvxfer.connector.pins",
+    },
     # The bench measures the transport, and looks at engines from outside as an operator does.
     "kvxfer/bench/": {ERRORS, "kvxfer.protocol", "kvxfer.layout", "kvxfer.transport", "kvxfer.rails"},
     # A demonstration of wrong KV overrides what a connector registers.

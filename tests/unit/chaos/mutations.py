@@ -82,7 +82,7 @@ def acts_before_it_listens(patch):
     def turn(self, wait=0.0):
         del wait
         now = self._clock()
-        for one, failed in self._observe():
+        for one, failed in self.transfers.observe():
             self._guarded(self._act_on_terminal, one, failed, now)
         return original(self)
 
@@ -606,6 +606,14 @@ def replays_are_admitted(patch):
 
 
 BEHIND_ANOTHER = {
+    "acts_before_it_listens": (
+        "blocks that a preemption took away are pinned while a write reads them, so what is sealed one round too early is the "
+        "request's own KV all the same"
+    ),
+    "agents_have_no_incarnation": (
+        "another life's memory has other keys, and attempts are numbered by the sink that registers them: what is written or "
+        "said under the shared name fits nothing. Control messages name incarnations, which is looked for by itself"
+    ),
     "nobody_is_replaced": (
         "a session with a life that is over hears nothing any more and is lost by silence, five seconds later; until then its "
         "handoffs wait, and the fence waits longer"

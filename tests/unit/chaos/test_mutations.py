@@ -29,7 +29,6 @@ FOUND_IN = {
     ),
     "preemptions": (
         "preemption_forgets_what_waits",
-        "acts_before_it_listens",
         "sink_takes_any_generation",
         "source_keeps_its_generation",
         "two_writes_to_a_position_fly",
@@ -40,7 +39,6 @@ FOUND_IN = {
     ),
     "overheard": ("replays_are_admitted",),
     "usurpers": (
-        "agents_have_no_incarnation",
         "fence_does_not_wait",
         "fence_forgets_the_lease",
         "lease_has_no_margin",
