@@ -372,15 +372,20 @@ class Mover(threading.Thread):
     def _revoke(self, now: float) -> None:
         """Make another agent, once our own transfers are terminal, or have had the time to be."""
         assert self._revoking is not None
-        if self.transfers.keeper.is_open:
-            if self.transfers.in_flight and now - self._revoking < self.settings.drain_bound:
-                return
-            self._close_agent(now)
-        self.transfers.keeper.open()
+        keeper = self.transfers.keeper
+        try:
+            if keeper.is_open:
+                if self.transfers.in_flight and now - self._revoking < self.settings.drain_bound:
+                    return
+                self._close_agent(now)
+            keeper.open()
+        except Exception as error:  # noqa: BLE001 - until it succeeds, blocks stay where they are, or nothing is posted
+            self._refusals.line(f"{self.rank}: its keys could not be revoked, and that is tried again: {error}", now)
+            return
         self._revoking = None
         self.counters["revocations"] += 1
         logger.warning("%s: the keys of this rank's memory have been revoked; its peers connect anew", self.rank)
-        self._renewed(self.transfers.keeper.metadata, anew=True)
+        self._renewed(keeper.metadata, anew=True)
 
     def _close_agent(self, now: float) -> None:
         """After this nothing lands that anybody has posted: every exposed handoff ends, and every session with it."""

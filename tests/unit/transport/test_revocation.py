@@ -117,7 +117,7 @@ def test_a_read_that_never_ends_is_stopped(ranks) -> None:
     assert d.wait("d2").reason is None
 
 
-def test_while_no_agent_can_be_made_nothing_is_posted_and_it_is_tried_again(ranks) -> None:
+def test_while_no_agent_can_be_made_nothing_is_posted_and_it_is_tried_again(ranks, caplog) -> None:
     fabric = TwinFabric()
     broken = []
 
@@ -133,10 +133,13 @@ def test_while_no_agent_can_be_made_nothing_is_posted_and_it_is_tried_again(rank
     p.prefill(ASLEEP, "p1", [1], 4)
     wait_until(lambda: p.mover.transfers.in_flight, what="the write")
     broken += [1, 2]
+    caplog.clear()
     falls_silent(p)
     assert "is gone" in d.wait("d1").reason, "it is safe as soon as the old agent is closed"
     wait_until(lambda: d.mover.counters["revocations"] == 1, what="a new agent")
     assert broken == []
+    assert "its keys could not be revoked, and that is tried again: no rails" in caplog.text
+    assert "defect" not in caplog.text
 
 
 def test_a_peer_that_is_not_beaten_any_more_because_the_mover_hangs_is_lost(ranks) -> None:
