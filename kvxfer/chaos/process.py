@@ -97,6 +97,7 @@ class Process:
         self.on_results: Callable[[], None] = lambda: None
         self._turn_at = float("inf")
         self._held_until = 0.0
+        self.fence_seen = -1.0  # by its clock: when trouble last came before the end of a fence
 
     def _make_agent(self) -> Agent:
         self.sim.fabric.shores[self.me.agent] = self

@@ -10,9 +10,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvxfer.chaos import concern
-from kvxfer.chaos.aims import Aim, Aims
+from kvxfer.chaos.aims import Aim, Aims, Target
 from kvxfer.chaos.possible import POSSIBLE
 from kvxfer.chaos.strikes import Strikes
+from kvxfer.protocol.sink import State
 
 if TYPE_CHECKING:
     from kvxfer.chaos.process import Process
@@ -66,6 +67,9 @@ EVENTS = {
 
 WEIGHTS = {"sink/cancelling": 3.0, "sink/fencing": 2.5, "sink/reading": 4.0, "sink/opening": 1.5, "source/served": 1.5}
 """How much likelier than others a state is that an event waits for."""
+
+SOON = 0.2
+"""Seconds before the end of a fence in which something else is made to happen."""
 
 AIMED = 0.8
 """Probability of an event that waits for a handoff in a certain state, instead of striking anybody at once."""
@@ -138,9 +142,29 @@ class Trouble:
     def after_turn(self, process: Process) -> None:
         """A mover has turned a round: strike what has waited for that, and perhaps the mover itself."""
         self.aims.look(process)
+        if not self.over and self.sim.settings.revoke and process.mover.sink.receiving():
+            self._before_a_revocation(process)
         if self.sim.world.chance(self.late_mover):
             self.sim.struck("late_mover", concern.own(process))
             process.hold_mover(self.sim.world.random.uniform(0.0, 0.5))
+
+    def _before_a_revocation(self, process: Process) -> None:
+        """Let a client go away whose handoff is beside one whose fence is about to end by a revocation."""
+        handoffs, now = process.mover.sink._handoffs, process.clock()  # noqa: SLF001 - looked at, not touched
+        soon = any(
+            one.state is State.FENCING
+            and any(p.lost and not p.dead and 0.0 < p.until - now < SOON for p in one.parts.values())
+            for one in handoffs.values()
+        )
+        if not soon or process.fence_seen > now - 1.0:
+            return
+        process.fence_seen = now
+        slot, world = self.sim.slot(process.host), self.sim.world
+        for handoff in [handoff for handoff, one in handoffs.items() if one.state is State.REGISTERED]:
+            host = concern.source_of(slot, handoff)
+            if host is not None and world.chance(0.9) and self.strikes.abort_decode(Target(None, slot, slot, handoff)):
+                # What cancels it comes too late.
+                self.sim.network.stall(process.host, host, world.now + 0.3 + SOON)
 
     def _event(self, kind: str) -> None:
         draw, act = self.sim.world.random, self.strikes.by_name[kind]
