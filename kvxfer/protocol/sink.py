@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from kvxfer.protocol.ids import HandoffId, RankId
 
 
+LOOKS = 4
+"""Ticks after the drain bound in which a notification that is missing may still be found."""
+
 MAX_GENERATIONS = 1024
 """Generations of one handoff that are told apart: each is a preemption of the prompt while it was computed."""
 
@@ -147,7 +150,7 @@ class Sink:
             return
         part.sealed = message.generation
         part.quiet = True  # a source seals when every write is terminal
-        one.sealed_at = now
+        one.sealed_at, one.looked = now, 0
         yield Note("sink", one.id, "sealed")
         yield from self._check(one)
         yield from self._check_quiet(one)
@@ -271,7 +274,10 @@ class Sink:
             if one.state is State.FENCING:
                 yield from self._fence(one, now)
             elif self._sealed(one) and one.sealed_at + self.drain_bound <= now:
-                yield from self._lost_notification(one)
+                # A driver that was not running meanwhile has not looked: what came lies there.
+                one.looked += 1
+                if one.looked >= LOOKS:
+                    yield from self._lost_notification(one)
             elif self._renewable(one) and now - one.asked >= self.renew_after:
                 self._step(one, Event.RENEW)
                 if one.state is State.CANCELLING:

@@ -44,5 +44,6 @@ class SinkHandoff:
     fence_at: float = 0.0  # of a read that failed
     revoking: bool = False  # the driver was told to revoke this rank's keys
     sealed_at: float = 0.0
+    looked: int = 0  # ticks since then: how often somebody has looked for notifications
     prompt: bytes = b""
     reason: str | None = None

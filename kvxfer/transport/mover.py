@@ -56,6 +56,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kvxfer.mover")
 
+LINGER = 1.0
+"""Seconds for which the fabric makes progress after a write is done, so that its notification leaves this process."""
+
 TICK = 0.25
 """Seconds between looks at deadlines while any handoff is open."""
 
@@ -141,6 +144,7 @@ class Mover(threading.Thread):
         self._steps = Steps()
         self._openings = Openings(connect)
         self._next_tick = 0.0
+        self._linger_until = 0.0
         self._round = Round()
 
     # --- for other threads ------------------------------------------------------------------------------------------
@@ -202,7 +206,7 @@ class Mover(threading.Thread):
         first = self._take(wait)
         self._round.since = self._clock()
         terminal = self.transfers.observe()
-        notifications = self.transfers.listen() if self.sink.receiving() or self.source.serving() else []
+        notifications = self.transfers.listen() if self._needs_progress() else []
         self._ask_for_disturbance()
         if first is not None and not self._handle_all(first):
             return False
@@ -223,11 +227,15 @@ class Mover(threading.Thread):
             self._guarded(self._revoke, now)
         return True
 
+    def _needs_progress(self) -> bool:
+        """Tell whether data may be arriving, or leaving: the notification of a write that is done leaves after it."""
+        return self.sink.receiving() or self.source.serving() or self._clock() < self._linger_until
+
     def _wait_time(self) -> float | None:
         """Seconds to sleep in the mailbox; None for as long as nothing comes."""
         if self._revoking is not None:
             return self.settings.poll if self.transfers.in_flight else TICK
-        if self.transfers.in_flight or self._steps or self.sink.receiving() or self.source.serving():
+        if self.transfers.in_flight or self._steps or self._needs_progress():
             return self.settings.poll
         return TICK if len(self.source) or len(self.sink) else None
 
@@ -405,6 +413,7 @@ class Mover(threading.Thread):
         if failed:
             self._post_failed(one.side, one.number, f"NIXL reports an error towards {one.peer}", now)
         elif one.side == "source":
+            self._linger_until = now + LINGER
             self._run(self.source.written(one.number, now))
         else:
             self._run(self.sink.read_done(one.number, now))
