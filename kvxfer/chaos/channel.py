@@ -67,9 +67,9 @@ class Channel:
             return
         self.switchboard.guarded(self.switchboard.receive, packed, route, self.process.clock())
 
-    def knocked(self, rank: RankId, answer: Answer) -> None:
+    def knocked(self, rank: RankId, where: tuple[str, int], answer: Answer) -> None:
         """Hear what became of a knock."""
-        self.call(lambda now: self.switchboard.knocked(rank, now, answer))
+        self.call(lambda now: self.switchboard.knocked(rank, where, now, answer))
 
     def broken(self, route: Hashable) -> None:
         """Hear that a dialed connection broke."""

@@ -41,7 +41,7 @@ class Ear(Protocol):
     def hear(self, packed: bytes, route: Hashable) -> None:
         """Take what arrives."""
 
-    def knocked(self, rank: RankId, answer: Answer) -> None:
+    def knocked(self, rank: RankId, where: tuple[str, int], answer: Answer) -> None:
         """Hear what became of a knock."""
 
     def broken(self, route: Hashable) -> None:
@@ -192,7 +192,7 @@ class Network:
             return
         unseen = self._cut.get(frozenset((owner.host, where[0])), 0.0) > self.world.now
         listens = Answer.ACCEPTS if where in self.listeners else Answer.REFUSES
-        owner.knocked(rank, Answer.NOTHING if unseen else listens)
+        owner.knocked(rank, where, Answer.NOTHING if unseen else listens)
 
     def close(self, wire: Wire) -> None:
         """Close a wire; what has left still arrives."""

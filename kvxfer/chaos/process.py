@@ -111,7 +111,7 @@ class Process:
         renewed = msgspec.structs.replace(card, agent=metadata)
         self.sim.faults["revocation"] += 1
         self.sim.world.note(self.name, "", "has revoked the keys of its memory")
-        self.worker.call(lambda _now: self.worker.switchboard.renew(renewed))
+        self.worker.call(lambda now: self.worker.switchboard.renew(renewed, now))
 
     # --- life -------------------------------------------------------------------------------------------------------
 

@@ -62,7 +62,7 @@ class Pins:
             self._heard[token] = self._heard.get(token, 0) + ranks
             if self._heard[token] >= self._ranks:
                 del self._heard[token]
-                self._free(self._orphans.pop(token))
+                self._free(self._orphans.pop(token, []))
 
     def __bool__(self) -> bool:
         """Tell whether an orphan waits for its ranks: the engine must go on stepping to hear of it."""

@@ -146,7 +146,7 @@ class Sink:
     def seal(self, frm: RankId, message: Seal, now: float) -> Iterator[Action]:
         """Handle Seal: of what this rank wrote, that generation counts."""
         one, part = self._part(message.handoff, message.attempt, frm.agent)
-        if one is None or part is None:
+        if one is None or part is None or one.mode != "push":
             return
         part.sealed = message.generation
         part.quiet = True  # a source seals when every write is terminal
@@ -166,15 +166,15 @@ class Sink:
     def cancel_ack(self, frm: RankId, message: CancelAck) -> Iterator[Action]:
         """Handle CancelAck: nothing of the attempt is or will be in flight from that rank."""
         one, part = self._part(message.handoff, message.attempt, frm.agent)
-        if one is None or part is None:
-            return
+        if one is None or part is None or one.state not in _ENDING:
+            return  # nobody has asked
         part.quiet = True
         yield from self._check_quiet(one)
 
     def grant(self, frm: RankId, message: Grant, now: float) -> Iterator[Action]:
         """Handle Grant (pull): read, if the lease still has a future; otherwise ask again."""
         one, _ = self._part(message.handoff, message.attempt, frm.agent)
-        if one is None or one.state not in (State.REGISTERED, State.READING):
+        if one is None or one.mode != "pull" or one.state not in (State.REGISTERED, State.READING):
             return
         if message.tokens < one.end:
             reason = (
@@ -296,6 +296,16 @@ class Sink:
         """Return the state of a handoff; None when it is closed or was never opened."""
         one = self._handoffs.get(handoff)
         return None if one is None else one.state
+
+    def wants_back(self, peer: RankId) -> bool:
+        """Tell, once for each handoff, that it waits for what a lost source may still write: called, it may answer.
+
+        Once, since one that answers every call, and never what it is asked, would otherwise put the fence off for ever.
+        """
+        waiting = [one for one, part in self._with(peer) if part.lost and not one.called_back]
+        for one in waiting:
+            one.called_back = True
+        return bool(waiting)
 
     def request(self, handoff: HandoffId) -> str | None:
         """Return the request that an open handoff is for."""

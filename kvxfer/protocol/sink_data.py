@@ -42,6 +42,7 @@ class SinkHandoff:
     asked: float = 0.0
     valid_until: float = 0.0
     fence_at: float = 0.0  # of a read that failed
+    called_back: bool = False  # a lost source was called, to be asked
     revoking: bool = False  # the driver was told to revoke this rank's keys
     sealed_at: float = 0.0
     looked: int = 0  # ticks since then: how often somebody has looked for notifications

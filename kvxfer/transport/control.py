@@ -41,6 +41,10 @@ _QUEUE = 100_000
 """Messages queued for one peer before the oldest wait is given up: more than a lost peer can collect before it is lost."""
 
 
+_KNOCKS = 16
+"""Knocks under way at a time: each is a thread for a second at most, or for as long as a name is looked up."""
+
+
 class _Dealer(NamedTuple):
     """On whose behalf a DEALER was dialed, where to, and what hears of its connections."""
 
@@ -80,6 +84,7 @@ class ControlChannel(threading.Thread):
         self._dealers: dict[zmq.Socket[bytes], _Dealer] = {}
         self._monitors: dict[zmq.Socket[bytes], zmq.Socket[bytes]] = {}
         self._heard: zmq.Frame | None = None
+        self._knocks = threading.Semaphore(_KNOCKS)
         self._stopping = False
         self._router = self._context.socket(zmq.ROUTER)
         self._router.linger = 0
@@ -130,7 +135,7 @@ class ControlChannel(threading.Thread):
 
     def renew(self, card: RankCard) -> None:
         """Set what this rank tells of itself anew; all sessions end by it, since peers hold what is not true any more."""
-        self.call(lambda _now: self._switchboard.renew(card))
+        self.call(lambda now: self._switchboard.renew(card, now))
 
     def publish(self, directory: messages.Directory) -> None:
         """Set what WhoIs is answered with."""
@@ -273,7 +278,10 @@ class ControlChannel(threading.Thread):
             return ""
 
     def knock(self, rank: RankId, host: str, port: int) -> None:
-        """Connect in a thread of its own: a name may have to be looked up, and a host that is gone answers nothing."""
+        """Connect in a thread of its own: a name may have to be looked up, and a host that is gone answers nothing.
+
+        With ``_KNOCKS`` under way, or no thread to be had, there is no answer; who is suspected is knocked at again.
+        """
 
         def run() -> None:
             answer = Answer.ACCEPTS
@@ -283,9 +291,20 @@ class ControlChannel(threading.Thread):
                 answer = Answer.REFUSES
             except OSError:
                 answer = Answer.NOTHING
-            self.call(lambda now: self._switchboard.knocked(rank, now, answer))
+            self._knocks.release()
+            hear(answer)
 
-        threading.Thread(target=run, name="kvxfer-knock", daemon=True).start()
+        def hear(answer: Answer) -> None:
+            self.call(lambda now: self._switchboard.knocked(rank, (host, port), now, answer))
+
+        if not self._knocks.acquire(blocking=False):
+            hear(Answer.NOTHING)
+            return
+        try:
+            threading.Thread(target=run, name="kvxfer-knock", daemon=True).start()
+        except RuntimeError:
+            self._knocks.release()
+            hear(Answer.NOTHING)
 
     def dialed_for(self, address: EngineAddress) -> Sequence[Hashable]:
         """Return the routes that were dialed for a call."""

@@ -202,6 +202,12 @@ class Mover(threading.Thread):
 
         The thread does nothing but this; a simulation calls it, and ``prepare``, instead of starting the thread.
         """
+        going_on = self._turn(wait)
+        if self._revoking is not None:  # here, where no transfer of the round is referred to any more
+            self._guarded(self._revoke, self._clock())
+        return going_on
+
+    def _turn(self, wait: float | None) -> bool:
         self._round.since = None
         first = self._take(wait)
         self._round.since = self._clock()
@@ -223,8 +229,6 @@ class Mover(threading.Thread):
             self._next_tick = now + TICK
             self._guarded(lambda now: self._run(self.source.tick(now)), now)
             self._guarded(lambda now: self._run(self.sink.tick(now)), now)
-        if self._revoking is not None:
-            self._guarded(self._revoke, now)
         return True
 
     def _needs_progress(self) -> bool:
@@ -280,6 +284,9 @@ class Mover(threading.Thread):
                 if self.transfers.reach.heard(rank, asked):
                     self._run(self.source.leased(rank, until, now))
             case cmd.Connected(address, ranks):
+                if not all(self.transfers.reach.knows(rank) for rank in ranks):
+                    self._openings.again(address)  # its sessions have ended meanwhile
+                    return
                 for handoff in self._openings.connected(address, ranks):
                     self._run(self.sink.connected(handoff, ranks, now))
             case cmd.Unreachable(address, reason):
@@ -343,6 +350,8 @@ class Mover(threading.Thread):
     def _lose(self, rank: RankId, reason: str, granted_until: float, now: float, *, dead: bool = False) -> None:
         self._run(self.sink.peer_lost(rank, reason, granted_until, now, dead=dead))
         self._run(self.source.peer_lost(rank, reason, now))
+        if not dead and self.sink.wants_back(rank):
+            self._openings.call_back(rank)  # if it lives, it can say that nothing is in flight
         self._openings.lost(rank)
         if dead:
             self.transfers.ended_process(rank)
@@ -386,6 +395,7 @@ class Mover(threading.Thread):
                 if self.transfers.in_flight and now - self._revoking < self.settings.drain_bound:
                     return
                 self._close_agent(now)
+            self._round.since = None  # to register a large cache may take longer than a round may
             keeper.open()
         except Exception as error:  # noqa: BLE001 - until it succeeds, blocks stay where they are, or nothing is posted
             self._refusals.line(f"{self.rank}: its keys could not be revoked, and that is tried again: {error}", now)
@@ -397,8 +407,8 @@ class Mover(threading.Thread):
 
     def _close_agent(self, now: float) -> None:
         """After this nothing lands that anybody has posted: every exposed handoff ends, and every session with it."""
-        for one in self.transfers.close_agent():
-            self._post_failed(one.side, one.number, "this rank has revoked its keys", now)
+        for side, number in self.transfers.close_agent():
+            self._post_failed(side, number, "this rank has revoked its keys", now)
         self._run(self.sink.revoked())
         for rank in self.transfers.reach.peers():
             self._lose(rank, "this rank has revoked its keys", now, now)

@@ -222,9 +222,10 @@ class NixlAgent:
 
     def close(self) -> None:
         """Destroy what is left."""
-        for raw in self._all:
+        self._under_way.clear()
+        for raw in list(self._all):
             raw.close()
-        self._all.clear()
+            self._all.remove(raw)
 
     def _progress(self, raw: RawAgent) -> None:
         raw.progress()

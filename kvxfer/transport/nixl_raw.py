@@ -17,7 +17,9 @@ Read in NIXL's LIBFABRIC plugin and run with NIXL 1.4.1 over libfabric's tcp pro
 
 from __future__ import annotations
 
+import gc
 import logging
+import sys
 from typing import TYPE_CHECKING, Any
 
 from kvxfer.errors import TransportError
@@ -33,6 +35,9 @@ ROOM = 200
 
 _ERRORS = 20_000
 """Most errors that are read away at once."""
+
+_NOBODY_ELSE = 3
+"""References to NIXL's own agent when no handle has one: its wrapper's, a variable's and an argument's."""
 
 _ATTEMPTS = 5
 """How often a peer is connected when errors of other connections spoil it."""
@@ -176,8 +181,16 @@ class RawAgent:
         self._unreleased.append(handle)
 
     def close(self) -> None:
-        """Destroy the agent: NIXL deregisters and disconnects in its destructor."""
+        """Destroy the agent: NIXL deregisters and disconnects in its destructor.
+
+        Raises TransportError while a handle of it is referred to somewhere, since the agent then lives on.
+        """
         self._unreleased.clear()
+        agent = getattr(self.nixl, "agent", None)
+        if agent is not None and sys.getrefcount(agent) > _NOBODY_ELSE:
+            gc.collect()
+            if sys.getrefcount(agent) > _NOBODY_ELSE:
+                raise TransportError(f"NIXL's agent {self.name} cannot be destroyed: a transfer of it is referred to")
         self.nixl = None
 
 

@@ -59,6 +59,19 @@ class Openings:
             del self._open[handoff]
         return failed
 
+    def again(self, address: EngineAddress) -> None:
+        """Note that an engine was connected and is not any more: it is called anew for whoever waits."""
+        self._called.discard(address)
+        self._ranks.pop(address, None)
+        if any(one.address == address for one in self._open.values()):
+            self._call(address)
+
+    def call_back(self, rank: RankId) -> None:
+        """Call the engine of a rank that was lost, although nobody waits to register with it."""
+        for address in [a for a, ranks in self._ranks.items() if rank in ranks]:
+            del self._ranks[address]
+            self._call(address)
+
     def lost(self, rank: RankId) -> None:
         """Note that a rank is lost: engines that it belonged to are called anew for whoever still waits."""
         for address in [a for a, ranks in self._ranks.items() if rank in ranks]:

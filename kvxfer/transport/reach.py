@@ -88,11 +88,16 @@ class Reach:
         name, loaded = self._agents.get(peer, ("", b""))
         if name and loaded != card.agent:  # it has revoked its keys
             self.forget(peer)
+            agent.lost(name)  # its endpoints are closed: what is under way to them has failed
             agent.remove_peer(name)
             name = ""
         if not name:
             name = agent.add_peer(card.agent, peer.agent)
             if name != peer.agent:
+                # Whoever's it is, it has been loaded over: nothing of it is to be relied upon.
+                for liar in [one for one, (known, _) in self._agents.items() if known == name]:
+                    self.forget(liar)
+                agent.remove_peer(name)
                 raise TransportError(f"{peer} shows the memory of {shown(name)} for its own")
             self._agents[peer] = name, card.agent
         return name, card
@@ -100,6 +105,10 @@ class Reach:
     def has(self, name: str) -> bool:
         """Tell whether the agent has a peer of this name that is not to be forgotten."""
         return any(name == known for known, _ in self._agents.values())
+
+    def knows(self, peer: RankId) -> bool:
+        """Tell whether a peer has an open session."""
+        return peer in self._cards
 
     def peers(self) -> list[RankId]:
         """Return the peers with an open session."""

@@ -53,6 +53,11 @@ class Suspects:
         else:
             known.until = now + self._patience
 
+    def where(self, rank: RankId) -> tuple[str, int] | None:
+        """Return where a suspect listened; None for who is none."""
+        one = self._suspects.get(rank)
+        return None if one is None else (one.host, one.port)
+
     def clear(self, rank: RankId) -> None:
         """A peer was heard, or is known to have ended."""
         self._suspects.pop(rank, None)

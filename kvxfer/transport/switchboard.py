@@ -90,7 +90,7 @@ class Wires(Protocol):
         """Return the numeric host from which the message that is being received came; empty where that is not known."""
 
     def knock(self, rank: RankId, host: str, port: int) -> None:
-        """Find out whether a peer's port takes connections, and say so to ``knocked``; return at once."""
+        """Find out whether a port takes connections, and say so to ``knocked``; return at once, and raise nothing."""
 
     def dialed(self, route: Hashable) -> EngineAddress | None:
         """Return the call on whose behalf a route was dialed; None for one that a peer opened."""
@@ -125,6 +125,7 @@ class Switchboard:
         self._links = None if secret is None else Links(me, secret, wires.put)
         self._refusals = Refusals(logger)
         self._now = 0.0
+        self._renewed_at = 0.0
         self._ended: OrderedDict[RankId, float] = OrderedDict()
 
     # --- what the owner asks for ------------------------------------------------------------------------------------
@@ -141,8 +142,9 @@ class Switchboard:
             return
         self._say_in(session, message)
 
-    def renew(self, card: RankCard) -> None:
+    def renew(self, card: RankCard, now: float) -> None:
         """Tell peers something else of this process from now on: all sessions end, here and there, and begin anew."""
+        self._now = self._renewed_at = now
         self.sessions.card = card
         for session in self.sessions:
             self._say(session.route, session.rank.incarnation, messages.Stale())
@@ -171,16 +173,17 @@ class Switchboard:
         for suspect in self._suspects.due(now):
             self._wires.knock(*suspect)
 
-    def knocked(self, rank: RankId, now: float, answer: Answer) -> None:
-        """Hear what became of a knock. Nobody listens at a port that refuses: its process has ended."""
+    def knocked(self, rank: RankId, where: tuple[str, int], now: float, answer: Answer) -> None:
+        """Hear what became of a knock. Where somebody listened, and nobody does, his process has ended."""
         self._now = now
-        if (said := self._said.pop(rank, None)) is not None:
-            # The first knock, while it lives: behind an address translation it does not listen where it seems to be.
+        if self._said.get(rank) == where:
+            # The first look, while it lives: behind an address translation it does not listen where it seems to be.
+            del self._said[rank]
             session = self.sessions.get(rank)
-            if session is not None and answer is Answer.ACCEPTS:
-                session.listens = session.listens or said
+            if session is not None and session.listens is None and answer is Answer.ACCEPTS:
+                session.listens = where
             return
-        if answer is not Answer.REFUSES:
+        if answer is not Answer.REFUSES or self._suspects.where(rank) != where:
             return
         self._suspects.clear(rank)
         if self.is_open(rank):
@@ -322,7 +325,7 @@ class Switchboard:
         session = self.sessions.get(sender)
         assert session is not None
         host = self._wires.came_from(route)
-        if session.listens is None and host and message.port:
+        if session.listens is None and host and message.port and sender not in self._said:
             self._said[sender] = (host, message.port)
             self._wires.knock(sender, host, message.port)
         self._listener.on_up(sender, session.card)
@@ -355,13 +358,20 @@ class Switchboard:
     def _welcome(
         self, sender: RankId, message: messages.Welcome, address: EngineAddress, route: Hashable, now: float
     ) -> None:
+        where = self._wires.where(route)
+        if message.echo < self._renewed_at and where is not None:
+            # It answers a greeting from before this process told something else of itself, and knows what is not true.
+            self._say(route, sender.incarnation, messages.Stale())
+            self._hang_up(route)
+            self.greet(address, sender, *where, now)
+            return
         try:
             session = self.sessions.welcomed(sender, message, route, now)
         except RemoteProtocolError as error:
             self._hang_up(route)
             self._report(self._dialer.refused(address, str(error)))
             return
-        session.listens = self._wires.where(route)
+        session.listens = where
         self._suspects.clear(sender)
         # At once, so that the peer holds a lease before the first registration reaches it.
         self._say_in(session, session.liveness.beat(now))

@@ -135,6 +135,8 @@ class Transfers:
         """Find the transfers that have become terminal, and whether they failed."""
         terminal = []
         for one in self.in_flight:
+            if one.transfer is None:
+                continue  # the agent is being closed
             try:
                 status = self.keeper.agent.status(one.transfer)
             except Exception:
@@ -158,14 +160,19 @@ class Transfers:
             logger.warning("the fabric could not be asked for notifications, and is asked again", exc_info=True)
             return []
 
-    def close_agent(self) -> list[InFlight]:
-        """Close the agent: nothing that anybody has posted lands any more. Returns our own transfers that this stopped."""
+    def close_agent(self) -> list[tuple[str, int]]:
+        """Close the agent: nothing that anybody has posted lands any more. Returns (side, number) of what this stopped of ours.
+
+        NIXL's agent lives for as long as a handle of it is referred to: none must be, here or in the caller.
+        """
         for one in self.in_flight:
-            self._release(one)
+            if one.transfer is not None:
+                self._release(one)
+                one.transfer = None
         self.keeper.close()
         stopped, self.in_flight = self.in_flight, []
         self.reach.reset()
-        return stopped
+        return [(one.side, one.number) for one in stopped]
 
     def _release(self, one: InFlight) -> None:
         try:

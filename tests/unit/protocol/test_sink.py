@@ -122,8 +122,8 @@ def cancelling(rig: Rig) -> None:
 
 def fencing(rig: Rig, *, dead: bool = False) -> None:
     rig.push(P, P1)
-    rig.ack(frm=P1)
     rig.lose(dead=dead)
+    rig.ack(frm=P1)
 
 
 SCENARIOS = {
@@ -684,6 +684,38 @@ def test_another_rank_completes_fails_and_cancels_nothing() -> None:
 def test_a_registration_is_said_again_to_those_ranks_only_that_may_still_write() -> None:
     rig = Rig()
     rig.push(P, P1)
-    rig.ack(P)
+    rig.seal()
     again = [action for action in rig.wait(6.0) if isinstance(action, Send)]
     assert [(action.to, action.message.again) for action in again] == [(P1, True)]
+
+
+# --- words out of place ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["push", "pull"])
+@pytest.mark.parametrize("word", ["ack", "seal", "grant"])
+def test_a_word_that_nobody_waits_for_does_not_make_a_request_wait_for_ever(mode, word) -> None:
+    """A defective peer acknowledges what was not cancelled, seals what is read, grants what is written."""
+    rig = Rig()
+    rig.push() if mode == "push" else rig.pull()
+    if (mode, word) in (("push", "seal"), ("pull", "grant")):
+        return  # these are in their place
+    assert getattr(rig, word)() == []
+    assert rig.state is State.REGISTERED
+    assert sent(rig.wait(5.0), Register), "it is still asked"
+    rig.lose(dead=True)
+    rig.wait(2.0)
+    assert len(ends(rig.all)) == 1
+
+
+def test_a_lost_source_is_called_back_once_for_each_handoff() -> None:
+    rig = Rig()
+    assert not rig.sink.wants_back(P)
+    rig.push()
+    assert not rig.sink.wants_back(P), "it is not lost"
+    rig.lose()
+    assert rig.sink.wants_back(P)
+    rig.back()
+    rig.lose()
+    assert not rig.sink.wants_back(P), "one that answers calls and nothing else must not put the fence off for ever"
+    assert [a for a in rig.wait(2.0) if isinstance(a, Revoke)]

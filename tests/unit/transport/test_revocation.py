@@ -31,12 +31,15 @@ def ranks():
 
     yield make
     for rank in made:
+        getattr(rank, "wakes", lambda: None)()
         rank.close()
 
 
 def falls_silent(rank: Rank) -> None:
     """Its process is out of hearing, and not dead: its port accepts, and what it has posted goes on."""
-    rank.threads.beating = lambda _now: False
+    goes_on = rank.control._round
+    rank.control._round = lambda: time.sleep(0.02)
+    rank.wakes = lambda: setattr(rank.control, "_round", goes_on)
 
 
 def test_a_write_of_a_source_that_was_asleep_does_not_land(ranks) -> None:
