@@ -73,7 +73,7 @@ class Fabric(TwinFabric):
         shore = self.shores[transfer.sender]
         if self.stalls and transfer.operation == "WRITE" and shore.alive and shore.asleep:
             # As over tcp: what a process has not sent yet it sends when it wakes up, in the middle of a message, too.
-            self.world.at(shore.awake_at + 1e-6, self._finish, transfer, posted)
+            self.world.at(shore.awake_at + 1e-6, self._woken, transfer, posted)
             return
         faults = self.faults
         rows = list(zip(transfer.local.tolist(), transfer.remote.tolist(), strict=True))
@@ -95,6 +95,13 @@ class Fabric(TwinFabric):
             transfer.status = Status.DONE
             self._notify(transfer, seen_at)
         self.shores[transfer.sender].wake()
+
+    def _woken(self, transfer: TwinTransfer, posted: float) -> None:
+        """Go on; who has died in its sleep sends nothing any more."""
+        if self.shores[transfer.sender].alive:
+            self._finish(transfer, posted)
+        else:
+            transfer.status = Status.FAILED
 
     def _copy(self, transfer: TwinTransfer, rows: list[Any]) -> None:
         write = transfer.operation == "WRITE"
