@@ -19,8 +19,7 @@ import queue
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from kvxfer.errors import LocalProtocolError, RemoteProtocolError, TransportError
 from kvxfer.protocol import messages
@@ -39,6 +38,7 @@ from kvxfer.protocol.ids import shown
 from kvxfer.protocol.sink import Sink
 from kvxfer.protocol.source import Source
 from kvxfer.transport import commands as cmd
+from kvxfer.transport.mover_settings import COUNTERS, LINGER, TICK, MoverSettings, Renewed
 from kvxfer.transport.openings import Openings
 from kvxfer.transport.reach import NotNowError
 from kvxfer.transport.records import RecordBook
@@ -54,36 +54,9 @@ if TYPE_CHECKING:
     from kvxfer.protocol.ids import RankId
     from kvxfer.transport.agent import Agent
 
+__all__ = ["TICK", "Mover", "MoverSettings"]
+
 logger = logging.getLogger("kvxfer.mover")
-
-LINGER = 1.0
-"""Seconds for which the fabric makes progress after a write is done, so that its notification leaves this process."""
-
-TICK = 0.25
-"""Seconds between looks at deadlines while any handoff is open."""
-
-
-class Renewed(Protocol):
-    """Hears of the agent's metadata."""
-
-    def __call__(self, metadata: bytes, *, anew: bool) -> None:
-        """See Mover."""
-
-
-@dataclass(frozen=True, slots=True)
-class MoverSettings:
-    """``mode`` is push or pull; times in seconds. See docs/settings.md."""
-
-    mode: str
-    stream: bool = True
-    leg_timeout: float = 30.0
-    pull_lease: float = 30.0
-    hold_limit: float = 120.0
-    drain_bound: float = 2.0
-    transfer_limit: float = 120.0
-    revoke: bool = True
-    poll: float = 0.0003
-    records: int = 1024
 
 
 class Mover(threading.Thread):
@@ -129,8 +102,7 @@ class Mover(threading.Thread):
         self.records = RecordBook(settings.records)
         self.results: deque[SourceFinished | SinkFinished | SourceQuiet] = deque()
         """What the engine is owed, oldest first; the engine thread pops from the left."""
-        self.counters = {"bytes": 0, "descriptors": 0, "transfers": 0, "failed_transfers": 0, "refused_messages": 0}
-        self.counters["revocations"] = 0
+        self.counters = dict.fromkeys(COUNTERS, 0)
         self.transfers = Transfers(rank, layout, make_agent, clock)
         self._refusals = Refusals(logger)
         self._send = send
@@ -187,7 +159,10 @@ class Mover(threading.Thread):
             while self.turn(self._wait_time()):
                 pass
         finally:
-            self.transfers.keeper.close()
+            try:
+                self.transfers.close_agent()
+            except TransportError as error:
+                logger.info("%s", error)  # its process is ending
 
     def prepare(self) -> None:
         """Make the agent and register the cache."""
@@ -514,11 +489,10 @@ class Mover(threading.Thread):
         self.counters["descriptors"] += posted.descriptors
         self.counters["transfers"] += 1
         record = self.records.get(posted.side, action.handoff)
-        if record is not None:
-            record.bytes += posted.bytes
-            record.descriptors += posted.descriptors
-            record.peer = str(action.to if isinstance(action, PostWrite) else action.frm)
-            record.times.first_post = record.times.first_post or now
-            if isinstance(action, PostWrite):
-                record.tokens += action.end - action.start
-                record.blocks += self.layout.blocks_for(action.start, action.end)
+        if record is None:
+            return
+        record.posted(posted.bytes, posted.descriptors, now)
+        record.peer = str(action.to if isinstance(action, PostWrite) else action.frm)
+        if isinstance(action, PostWrite):
+            record.tokens += action.end - action.start
+            record.blocks += self.layout.blocks_for(action.start, action.end)

@@ -59,6 +59,12 @@ class HandoffRecord(msgspec.Struct):
     reason: str = ""
     times: Times = msgspec.field(default_factory=Times)
 
+    def posted(self, size: int, descriptors: int, now: float) -> None:
+        """Add a transfer that was posted: its bytes, its descriptors, the moment."""
+        self.bytes += size
+        self.descriptors += descriptors
+        self.times.first_post = self.times.first_post or now
+
 
 class RecordBook:
     """The last ``capacity`` ended handoffs and all that are open. Written by the mover, read by anybody."""

@@ -1,0 +1,37 @@
+"""What a mover is told at its start, and whom it tells of its agent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+COUNTERS = ("bytes", "descriptors", "transfers", "failed_transfers", "refused_messages", "revocations")
+
+LINGER = 1.0
+"""Seconds for which the fabric makes progress after a write is done, so that its notification leaves this process."""
+
+TICK = 0.25
+"""Seconds between looks at deadlines while any handoff is open."""
+
+
+class Renewed(Protocol):
+    """Hears of the agent's metadata."""
+
+    def __call__(self, metadata: bytes, *, anew: bool) -> None:
+        """See Mover."""
+
+
+@dataclass(frozen=True, slots=True)
+class MoverSettings:
+    """``mode`` is push or pull; times in seconds. See docs/settings.md."""
+
+    mode: str
+    stream: bool = True
+    leg_timeout: float = 30.0
+    pull_lease: float = 30.0
+    hold_limit: float = 120.0
+    drain_bound: float = 2.0
+    transfer_limit: float = 120.0
+    revoke: bool = True
+    poll: float = 0.0003
+    records: int = 1024
