@@ -1,9 +1,9 @@
 """Keeps a rank's agent: makes it, registers the cache, and, when keys must be revoked, makes another in its place.
 
 Deregistering memory alone does not stop what is under way: over tcp, libfabric looks a key up when a message begins, and goes
-on to write what follows (``tests/integration/test_revocation.py`` stops a writer in the middle of one). Closing the agent closes
-its endpoints, so that nothing that was posted to it lands any more, on any provider. The new agent has the same name, new keys
-and new endpoints; peers need its metadata before they can post again.
+on to write what follows (``tests/integration/test_stopped_source.py`` stops a writer in the middle of one). Closing the agent
+closes its endpoints, so that nothing that was posted to it lands any more, on any provider. The new agent has new keys and
+new endpoints; peers need its metadata before they can post again.
 """
 
 from __future__ import annotations
