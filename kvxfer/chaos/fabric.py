@@ -47,7 +47,7 @@ class Fabric(TwinFabric):
         self.world = world
         self.drained = drained
         self.slow_tail = 0.0
-        self.stalls = sim.profile.revoke and world.random.random() < 0.5  # noqa: PLR2004
+        self.stalls = sim.profile.sleep is not None or (sim.profile.revoke and world.random.random() < 0.5)  # noqa: PLR2004
         self.shores: dict[str, Process] = {}
         self._carried: dict[int, dict[int, bytes]] = {}  # what each write was to carry
         self._kept: list[TwinTransfer] = []  # so that no two have one id

@@ -56,6 +56,8 @@ class Profile:
     storm: float | None = None
     revoke: bool = True
     """Keys are revoked when only time fences a lost source; otherwise the time alone is trusted, and must be enough."""
+    sleep: Range | None = None
+    """Seconds for which a process that is paused sleeps; what it has not sent yet, it sends when it wakes up."""
     secret: bool = False
     """Engines share a secret; and somebody who has listened says again what he has heard."""
     pinned: float = 0.5
@@ -198,7 +200,19 @@ OVERHEARD = Profile(
 )
 """Engines share a secret. Somebody without it has listened, and says again what he has heard, to its receiver or to others."""
 
-CYCLE = (CALM, MIXED, PREEMPTIONS, OVERHEARD, USURPERS, DEAF, ECHOES, MIXED, SLOW_READS, REBIRTHS)
+SLEEPERS = Profile(
+    "sleepers",
+    others=0.15,
+    mode="push",
+    stack=True,
+    delay=(0.05, 1.8),
+    storm=1.0,
+    sleep=(10.5, 16.0),
+    events={"pause": 9.0},
+)
+"""Sources fall asleep in the middle of a write, for longer than leases and drains last, and go on with it when they wake up."""
+
+CYCLE = (CALM, MIXED, PREEMPTIONS, OVERHEARD, USURPERS, DEAF, ECHOES, SLEEPERS, SLOW_READS, REBIRTHS)
 
 
 def profile_of(seed: int) -> Profile:

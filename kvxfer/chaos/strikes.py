@@ -212,6 +212,9 @@ class Strikes:
         if slot is None:
             return False
         seconds = draw.choice((0.3, 2.0, 5.0, 9.0)) * (0.5 + draw.random())
+        if self.sim.profile.sleep is not None:
+            seconds = draw.uniform(*self.sim.profile.sleep)
+            slot = target.source if target.source is not None and target.source.process.alive else slot
         self._note("pause", concern.of_process(self.sim, slot.host), f"{slot.host} sleeps for {seconds:.3f} s")
         slot.process.pause(seconds)
         return True

@@ -25,8 +25,8 @@ FOUND_IN = {
         "legs_are_waited_for_for_ever",
         "failures_are_not_heard",
         "openings_are_not_called_anew",
-        "keys_are_not_revoked",
     ),
+    "sleepers": ("keys_are_not_revoked",),
     "preemptions": (
         "preemption_forgets_what_waits",
         "sink_takes_any_generation",
