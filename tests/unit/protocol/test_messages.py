@@ -337,3 +337,19 @@ def test_who_speaks_another_version_is_named_where_that_can_be_read() -> None:
         m.unpack(msgspec.msgpack.encode([99, ME, "", msgspec.Raw(b"\xc0")]))
     with pytest.raises(m.WireVersionError, match="the peer speaks wire version 99"):
         m.unpack(msgspec.msgpack.encode([99]))
+
+
+def test_a_proof_covers_the_body_and_what_was_heard_last() -> None:
+    seen: list[bytes] = []
+
+    def prove(covered: bytes) -> m.Proof:
+        seen.append(covered)
+        return m.Proof(b"link", len(seen), b"mac")
+
+    envelopes = [
+        m.open_envelope(m.pack(RankId("a", "b", 0), "c", m.Release(HandoffId(name), "why"), prove, heard))
+        for name, heard in (("h", 1.0), ("h", 2.0), ("i", 1.0))
+    ]
+    assert len(set(seen)) == 3
+    assert [m.proven(envelope.body, envelope.heard) for envelope in envelopes] == seen
+    assert [envelope.heard for envelope in envelopes] == [1.0, 2.0, 1.0]

@@ -169,3 +169,12 @@ def test_peers_that_would_think_each_other_dead_know_it(mine, interval, timeout,
     said = mine.clash(interval, timeout)
     assert bool(said) is clash
     assert not clash or "set the same heartbeat_interval and peer_timeout on both" in said
+
+
+def test_the_latest_stamp_heard_never_runs_back() -> None:
+    """What is said in a session names it: the peer knows by it that the word is of this session, and not of one before."""
+    peer = up()
+    assert peer.heard == 0.0
+    peer.hear(5.0, 0.0, 0.0, 5.0)
+    peer.hear(3.0, 0.0, 0.0, 5.1)
+    assert peer.heard == 5.0
