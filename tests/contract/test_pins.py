@@ -197,20 +197,22 @@ def test_pull_pins_nothing(engines) -> None:
 
 def test_an_idle_engine_steps_on_while_an_orphan_waits_and_sleeps_after_it(engines) -> None:
     """The write of a request that lost its blocks and ended is still under way; nothing else is left to do."""
-    fabric = Watching()
+    now = [0.0]
+    fabric = Watching(clock=lambda: now[0])  # the write ends when this test lets it
     p, d = engines("p", fabric, budget=64), engines("d", fabric)
     tokens = prompt(200, 2)
     fabric.watch({"t": tokens})
     d.add("d", tokens, decode_leg(p, "t"), max_tokens=3)
     d.step()
     p.add("p", tokens, prefill_leg("t"))
-    fabric.faults = Faults(delay=(0.5, 0.5))
+    fabric.faults = Faults(delay=(1.0, 1.0))
     run(p, d, until=lambda: p.worker._worker._threads.mover.transfers.in_flight)
     scheduler = p.scheduler
     scheduler._preempt_request(scheduler.running.pop(), time.monotonic())
     p.abort("p")
     assert pins(p)
     assert p.busy
+    now[0] = 10.0
     run(p, d)
     assert not pins(p)
     assert not p.busy

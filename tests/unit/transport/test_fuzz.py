@@ -67,6 +67,8 @@ class Storm:
                 )
             case "attempt" | "generation" | "start" | "end" | "tokens" | "rank" | "last" | "tp_size" | "pp_size":
                 return draw.choice([0, 1, 2, 3, 8, draw.randrange(100)])
+            case "port":
+                return draw.choice([0, 1, 5600, 65535])
             case "mode":
                 return draw.choice(["push", "pull", "x"])
             case "ranks":
