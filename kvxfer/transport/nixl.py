@@ -69,6 +69,7 @@ class NixlAgent:
         self._posted_at: dict[str, float] = {}
         self._disturbed = False
         self._call: tuple[str, object] | None = None
+        self._ended: set[str] = set()  # peers whose processes have ended: no call about them is begun
         self._interrupted: tuple[str, object] | None = None
 
     def register(self, spans: Sequence[tuple[int, int, int]], memory: str) -> None:
@@ -112,6 +113,7 @@ class NixlAgent:
     def remove_peer(self, name: str) -> None:
         """Forget a peer, whose transfers are terminal."""
         self._posted_at.pop(name, None)
+        self._ended.discard(name)
         raw, known_as = self._of_peer.pop(name, (None, name))
         if raw is not None:
             raw.disconnect(known_as)
@@ -195,6 +197,7 @@ class NixlAgent:
 
     def interrupt(self, name: str) -> None:
         """Make a call return that is under way about a peer whose process has ended. From any thread; returns at once."""
+        self._ended.add(name)  # first: a call that begins just now looks at it after it has been noted down
         call = self._call
         if call is not None and call[0] == name:
             self._interrupted = call
@@ -208,6 +211,8 @@ class NixlAgent:
         """Mark a call to NIXL that may not return while ``peer`` does not answer."""
         self._call = call = (peer, object())
         try:
+            if peer in self._ended:
+                raise TransportError(f"the process of {peer} has ended")
             yield call
         finally:
             self._call = None
