@@ -299,7 +299,7 @@ def test_a_call_about_a_lost_peer_is_made_to_return(agent, monkeypatch, asked) -
         except TransportError as error:
             told.append(error)
 
-    agent.interrupt("dead")
+    agent.interrupt("nobody")
     assert not rescued, "nothing is under way"
     thread = threading.Thread(target=call)
     thread.start()
@@ -314,3 +314,15 @@ def test_a_call_about_a_lost_peer_is_made_to_return(agent, monkeypatch, asked) -
     thread.join(20)
     assert told
     assert not under_way()
+
+
+def test_no_call_is_begun_about_a_peer_whose_process_has_ended(agent, monkeypatch) -> None:
+    """It would never return, and whoever could make it return has done so already."""
+    agent.add_peer(b"dead", "dead")
+    monkeypatch.setattr(Double, "transfer", lambda self, handle: pytest.fail("it was asked"))
+    monkeypatch.setattr(Double, "make_connection", lambda self, *_: pytest.fail("it was asked"))
+    agent.interrupt("dead")
+    with pytest.raises(TransportError, match="could not post a WRITE to dead: the process of dead has ended"):
+        post(agent, "dead")
+    with pytest.raises(TransportError, match="the process of dead has ended"):
+        agent.add_peer(b"dead", "dead")
