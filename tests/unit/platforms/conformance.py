@@ -12,12 +12,31 @@ import re
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvxfer.errors import PlatformError
+from kvxfer.layout.check import check
+from kvxfer.layout.maps import CacheMap, offsets
+from kvxfer.layout.plan import prepare
+from kvxfer.layout.positions import Table
 from kvxfer.platform import Geometry, Platform, Presence, platform_for
 
 PCI = re.compile(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
+
+
+def bytes_of(cache: CacheMap) -> np.ndarray:
+    """Return the address of every byte of every element of a map."""
+    found = []
+    for group in cache.groups:
+        for plane in group.planes:
+            axes = [plane.bases, np.arange(group.num_blocks) * plane.block_stride]
+            axes += [np.arange(len(plane.heads)) * plane.head_stride, offsets(plane.tokens), offsets(plane.channels)]
+            addresses = np.zeros(1, dtype=np.int64)
+            for axis in [*axes, np.arange(plane.item)]:
+                addresses = np.add.outer(addresses, np.asarray(axis, dtype=np.int64)).ravel()
+            found.append(addresses)
+    return np.concatenate(found)
 
 
 class PlatformConformance:
@@ -77,40 +96,35 @@ class PlatformConformance:
 
     # --- where blocks lie -------------------------------------------------------------------------------------------
 
-    def test_every_block_lies_inside_one_registered_span_and_spans_are_disjoint(self) -> None:
+    def test_the_map_passes_the_check_that_a_peer_makes(self) -> None:
         caches, geometry = self.make_caches()
-        layout = self.make_platform().describe(caches, geometry)
-        spans = sorted(layout.spans)
-        assert all(start + length <= following for (start, length, _), (following, _, _) in itertools.pairwise(spans))
-        for region in layout.regions:
-            for block in range(layout.num_blocks):
-                start = region.base + block * region.block_stride
-                assert any(
-                    device == region.device and at <= start and start + region.block_bytes <= at + length
-                    for at, length, device in spans
-                ), f"block {block} of {region.name} is not registered"
+        cache = self.make_platform().describe(caches, geometry)
+        check(cache)
+        assert cache.memory in ("DRAM", "VRAM")
 
-    def test_no_two_blocks_overlap(self) -> None:
+    def test_every_byte_lies_inside_one_registered_span_and_spans_are_disjoint(self) -> None:
         caches, geometry = self.make_caches()
-        layout = self.make_platform().describe(caches, geometry)
-        pieces = sorted(
-            (region.base + block * region.block_stride, region.block_bytes)
-            for region in layout.regions
-            for block in range(layout.num_blocks)
-        )
-        assert all(start + length <= following for (start, length), (following, _) in itertools.pairwise(pieces))
+        cache = self.make_platform().describe(caches, geometry)
+        spans = sorted(cache.spans)
+        assert all(start + length <= following for (start, length), (following, _) in itertools.pairwise(spans))
+        addresses = bytes_of(cache)
+        assert sum(((addresses >= at) & (addresses < at + length)).sum() for at, length in spans) == addresses.size
 
-    def test_blocks_account_for_every_byte_of_the_tensors(self) -> None:
+    def test_no_two_elements_share_a_byte_and_together_they_are_the_tensors(self) -> None:
         caches, geometry = self.make_caches()
-        layout = self.make_platform().describe(caches, geometry)
-        assert layout.num_blocks == geometry.num_blocks
-        assert layout.block_size == geometry.block_size
-        assert (layout.kv_heads, layout.head_dim) == (geometry.kv_heads, geometry.head_dim)
-        assert layout.layers == len(caches)
-        tensors = sum(cache.numel() * cache.element_size() for cache in caches.values())
-        assert layout.block_bytes * layout.num_blocks == tensors
-        assert layout.interior
-        assert layout.memory in ("DRAM", "VRAM")
+        addresses = bytes_of(self.make_platform().describe(caches, geometry))
+        assert np.unique(addresses).size == addresses.size
+        assert addresses.size == sum(cache.numel() * cache.element_size() for cache in caches.values())
+
+    def test_groups_layers_and_heads_are_those_of_the_geometry(self) -> None:
+        caches, geometry = self.make_caches()
+        groups = self.make_platform().describe(caches, geometry).groups
+        assert len(groups) == len(geometry.groups)
+        for group, told in zip(groups, geometry.groups, strict=True):
+            assert (group.block_size, group.num_blocks) == (told.block_size, geometry.num_blocks)
+            assert group.window == told.window
+            assert {layer for plane in group.planes for layer in plane.layers} == {number for _, number in told.layers}
+            assert all(set(plane.heads) <= set(told.heads) for plane in group.planes)
 
     def test_a_description_does_not_depend_on_when_or_by_whom_it_is_made(self) -> None:
         caches, geometry = self.make_caches()
@@ -123,7 +137,7 @@ class PlatformConformance:
 
     def test_copying_a_block_by_the_description_copies_that_block_of_every_layer_and_nothing_else(self) -> None:
         caches, geometry = self.make_caches()
-        layout = self.make_platform().describe(caches, geometry)
+        cache = self.make_platform().describe(caches, geometry)
         blocks = self.blocks_of(caches)
         for layer, tensor in enumerate(blocks.values()):
             for block in range(geometry.num_blocks):
@@ -132,9 +146,10 @@ class PlatformConformance:
         source, target = 1, geometry.num_blocks - 1
         for tensor in expected.values():
             tensor[target] = tensor[source]
-        for region in layout.regions:
-            at = region.base + target * region.block_stride
-            self.copy_memory(at, region.base + source * region.block_stride, region.block_bytes)
+        ours, theirs = ([Table(np.array([block], dtype=np.int32))] * len(cache.groups) for block in (source, target))
+        plan = prepare(cache, cache, useful=0).plan(ours, theirs, 0, min(group.block_size for group in cache.groups))
+        for (origin, length, _), (at, _, _) in zip(plan.source.tolist(), plan.sink.tolist(), strict=True):
+            self.copy_memory(at, origin, length)
         for name, tensor in blocks.items():
             assert tensor.equal(expected[name]), name
 
@@ -161,12 +176,12 @@ class PlatformConformance:
     def test_rails_are_named_only_for_what_is_attached_to_pci(self) -> None:
         platform = self.make_platform()
         caches, geometry = self.make_caches()
-        for device in {region.device for region in platform.describe(caches, geometry).regions}:
-            address, rails = platform.pci_address(device), platform.local_rails(device)
-            assert address is None or PCI.fullmatch(address)
-            assert rails is None or all(isinstance(rail, str) and rail for rail in rails)
-            if address is None:
-                assert rails is None, "local to what?"
+        device = platform.describe(caches, geometry).device
+        address, rails = platform.pci_address(device), platform.local_rails(device)
+        assert address is None or PCI.fullmatch(address)
+        assert rails is None or all(isinstance(rail, str) and rail for rail in rails)
+        if address is None:
+            assert rails is None, "local to what?"
 
     def test_background_cpus_are_cpus_of_this_machine(self) -> None:
         cpus = self.make_platform().background_cpus()
