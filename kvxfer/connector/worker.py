@@ -120,10 +120,12 @@ class WorkerHalf:
         )  # fmt: skip
 
     def _staging_for(self, cache: CacheMap) -> Staging | None:
-        """Allocate the staging area: by default what two prompts of the greatest length need, or a quarter of the cache."""
+        """Allocate the staging area; unasked only where that costs nothing, for two of the longest prompts or a quarter of the cache."""
         if not self._platform.offers:
             return None
         size = self.settings.staging_bytes
+        if size is None and not self._platform.stages_unasked:
+            return None
         if size is None:
             prompts = 2 * -(-self._vllm_config.model_config.max_model_len // cache.block_size)
             size = min(prompts, max(cache.num_blocks // 4, 1)) * cache.block_bytes

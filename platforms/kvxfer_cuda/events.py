@@ -1,8 +1,9 @@
 """CUDA events as fences.
 
-A fence is an event recorded on the stream that is current in the calling thread. It passes when everything that was launched on
-that stream before has finished, and with it whatever the stream was made to wait for (``wait_event``, ``wait_stream``). **Work on a
-stream that nothing has joined to the current one is not covered.** vLLM calls the hooks with its compute stream current.
+A fence is an event recorded on the stream that is current in the calling thread. It passes when everything that was launched
+on that stream before has finished, and with it whatever the stream was made to wait for (``wait_event``, ``wait_stream``).
+**Work on a stream that nothing has joined to the current one is not covered.** vLLM calls the hooks with its compute stream
+current.
 
 Recording and asking are a few microseconds each, and neither waits. Events that have passed are used again: an event
 is made once for each fence that is open at a time, not for each step.
@@ -62,14 +63,14 @@ class EventPool:
             event = fence._event  # noqa: SLF001 - a fence is half of its pool
             if event is None:
                 return True
-            self._be_on(fence._device)  # noqa: SLF001
+            self.be_on(fence._device)  # noqa: SLF001
             if not event.query():
                 return False
             fence._event = None  # noqa: SLF001
             self._free.setdefault(fence._device, deque()).append(event)  # noqa: SLF001
             return True
 
-    def _be_on(self, device: int) -> None:
+    def be_on(self, device: int) -> None:
         """Make the device the calling thread's own.
 
         A thread is born on device 0, and asking there would make a context on device 0: hundreds of megabytes of

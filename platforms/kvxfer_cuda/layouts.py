@@ -45,7 +45,6 @@ KINDS: Final = frozenset(
         "SlidingWindowSpec",
         "MLAAttentionSpec",
         "SlidingWindowMLASpec",
-        "UniformTypeKVCacheSpecs",
         "RSWASpec",
     }
 )
@@ -156,7 +155,7 @@ def _view(name: str, number: int, cache: Any, group: LayerGroup, geometry: Geome
     shape, item = tuple(cache.shape), cache.element_size()
     strides = tuple(step * item for step in cache.stride())
     dtype = str(cache.dtype).removeprefix("torch.")
-    heads = 1 if _is_indexer(name) or _is_mla(group, geometry) else len(group.heads)
+    heads = 1 if _is_indexer(name) or _is_mla(group) else len(group.heads)
     axes = _axes(shape, heads, group, geometry, dtype)
     raw = _View(name, axes, Tensor(number, cache.data_ptr(), shape, strides), item, dtype)
     if not axes:
@@ -193,9 +192,8 @@ def _axes(shape: tuple[int, ...], heads: int, group: LayerGroup, geometry: Geome
     return fits[0] if len(fits) == 1 else ""
 
 
-def _is_mla(group: LayerGroup, geometry: Geometry) -> bool:
-    mixed = group.kind == "UniformTypeKVCacheSpecs"
-    return "MLA" in group.kind or (mixed and any("MLA" in backend for backend in geometry.attention_backends))
+def _is_mla(group: LayerGroup) -> bool:
+    return "MLA" in group.kind
 
 
 def _is_diffkv(geometry: Geometry) -> bool:
@@ -214,11 +212,9 @@ def _planes(what: str, views: Sequence[_View], group: LayerGroup, geometry: Geom
     if what == "index":
         return _index(first, tensors, group, geometry)
     dtype = _element(first, geometry)
-    if _is_mla(group, geometry):
+    if _is_mla(group):
         packed = PACKED.get(first.channels) if first.dtype in _BYTES else None
-        if not (packed or first.channels == group.head_size or "per_token_head" in geometry.cache_dtype):
-            raise PlatformError(_unknown(first, group, geometry, 1))
-        contents = [Content("latent", first.channels)]
+        contents = [Content("latent", first.channels)]  # all of a token is inside C, whatever head size vLLM names
         return strided(tensors, first.axes, contents, dtype=packed or dtype, item=first.item, heads=_ONE)
     heads = Heads(group.heads, group.total_heads)
     if _is_nvfp4(geometry, first.dtype):
@@ -244,8 +240,6 @@ def _keys_and_values(view: _View, group: LayerGroup, geometry: Geometry) -> list
         return halves
     if "per_token_head" in geometry.cache_dtype and view.dtype in _BYTES and joined % 2 == 0:
         return halves
-    if group.kind == "UniformTypeKVCacheSpecs" and joined % 2 == 0 and view.dtype not in _BYTES:
-        return halves  # layers of several head sizes under one block table
     if "P" not in view.axes and joined > size and _is_diffkv(geometry):
         return [Content("k", size), Content("v", joined - size)]
     raise PlatformError(_unknown(view, group, geometry, len(group.heads)))

@@ -6,23 +6,35 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from kvxfer.errors import PlatformError
 from kvxfer.platform import Fence, Geometry, Platform, Presence
 from kvxfer.rails.local import place
 from kvxfer.rails.pci import Address
 from kvxfer.rails.sysfs import read_sysfs
 from kvxfer_cuda import driver, layouts
 from kvxfer_cuda.events import EventPool
+from kvxfer_cuda.repack import OFFERS, DeviceMemory, repack
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from kvxfer.layout.maps import CacheMap
+    from kvxfer.layout.repack import Call
 
 
 def _torch_cuda() -> Any:
     import torch
 
     return torch.cuda
+
+
+class StagingArea:
+    """Device memory of torch's for blocks that wait to be re-packed."""
+
+    def __init__(self, tensor: Any) -> None:
+        self._tensor = tensor
+        self.address: int = tensor.data_ptr()
+        self.size: int = tensor.numel()
 
 
 class CudaPlatform(Platform):
@@ -35,6 +47,8 @@ class CudaPlatform(Platform):
         self._root = root
         self._events = EventPool(_torch_cuda)
         self._device: int | None = None
+        self._memory = DeviceMemory(())
+        self._repacking: Any = None
 
     def presence(self) -> Presence:
         """Look for the driver's device files: a container that is given no GPU has none."""
@@ -54,7 +68,38 @@ class CudaPlatform(Platform):
         """Describe by shapes and strides; see ``kvxfer_cuda.layouts``."""
         cache = layouts.describe(caches, geometry)
         self._device = cache.device
+        self._memory = DeviceMemory(tensor.untyped_storage() for tensor in caches.values())
         return cache
+
+    offers: ClassVar[tuple[tuple[str, str], ...]] = OFFERS
+
+    def staging(self, size: int, device: int) -> StagingArea:
+        """Take device memory from torch. Raises PlatformError when there is not enough beside vLLM's cache."""
+        import torch
+
+        try:
+            tensor = torch.empty(size, dtype=torch.uint8, device=self._on(device))
+        except RuntimeError as error:  # torch.OutOfMemoryError is one
+            raise PlatformError(
+                f"{size:,} bytes of staging do not fit into device {device} beside the KV cache: lower staging_bytes or "
+                f"--gpu-memory-utilization, or set staging_bytes=0 to do without re-packing ({error})"
+            ) from error
+        self._memory.add(tensor.untyped_storage())
+        return StagingArea(tensor)
+
+    def repack(self, call: Call) -> Fence:
+        """Move the tokens on a stream of their own: nothing computes with these blocks before the fence has passed."""
+        assert self._device is not None, "asked to re-pack before a cache was described"
+        cuda = _torch_cuda()
+        self._events.be_on(self._device)
+        if self._repacking is None:
+            self._repacking = cuda.Stream()
+        with cuda.stream(self._repacking):
+            repack(call, self._memory)
+            return self._events.record()
+
+    def _on(self, device: int) -> str:
+        return f"{self.device_type}:{device}"
 
     def pci_address(self, device: int) -> str | None:
         """Ask the driver, which knows what this process's device numbers mean."""

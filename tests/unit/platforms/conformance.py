@@ -12,14 +12,16 @@ import re
 import time
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from kvxfer.errors import PlatformError
 from kvxfer.layout.check import check
-from kvxfer.layout.maps import CacheMap, offsets
+from kvxfer.layout.maps import CacheMap, Plane, offsets
 from kvxfer.layout.plan import prepare
 from kvxfer.layout.positions import Table
+from kvxfer.layout.repack import STRIDED, Repacking
 from kvxfer.platform import Geometry, Platform, Presence, platform_for
 
 PCI = re.compile(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
@@ -39,6 +41,29 @@ def bytes_of(cache: CacheMap) -> np.ndarray:
     return np.concatenate(found)
 
 
+def cell(plane: Plane, layer: int, block: int, head: int, token: int) -> np.ndarray:
+    """Return the addresses of the bytes of one head of one token."""
+    at = plane.bases[plane.layers.index(layer)] + block * plane.block_stride
+    at += plane.heads.index(head) * plane.head_stride + int(offsets(plane.tokens)[token])
+    return at + np.add.outer(offsets(plane.channels), np.arange(plane.item)).ravel()
+
+
+def token_major(sink: CacheMap) -> CacheMap:
+    """The same content in half as large blocks of another order, [block][token][head][channel], nowhere in memory."""
+    groups, at = [], 1 << 40
+    for group in sink.groups:
+        planes, tokens = [], group.block_size // 2
+        for plane in group.planes:
+            row = len(plane.heads) * plane.content
+            bases = tuple(at + number * group.num_blocks * tokens * row for number in range(len(plane.layers)))
+            at = bases[-1] + group.num_blocks * tokens * row
+            axes = {"block_stride": tokens * row, "head_stride": plane.content, "tokens": ((tokens, row),)}
+            axes["channels"] = ((plane.content // plane.item, plane.item),)
+            planes.append(msgspec.structs.replace(plane, bases=bases, **axes))
+        groups.append(msgspec.structs.replace(group, block_size=tokens, planes=tuple(planes)))
+    return msgspec.structs.replace(sink, groups=tuple(groups), spans=((1 << 40, at - (1 << 40)),))
+
+
 class PlatformConformance:
     """Hooks first; a platform's own test module overrides the first three at least."""
 
@@ -55,7 +80,7 @@ class PlatformConformance:
         raise NotImplementedError
 
     def copy_memory(self, target: int, origin: int, length: int) -> None:
-        """Copy bytes between two addresses of this platform's memory."""
+        """Copy bytes between two addresses, each of this platform's memory or of the host's, and wait for the copy."""
         raise NotImplementedError
 
     def launch(self, platform: Platform, seconds: float) -> Any:
@@ -170,6 +195,49 @@ class PlatformConformance:
         caches, geometry = self.make_caches()
         with pytest.raises(PlatformError, match=str(geometry.num_blocks + 1)):
             self.make_platform().describe(caches, dataclasses.replace(geometry, num_blocks=geometry.num_blocks + 1))
+
+    # --- re-packing -------------------------------------------------------------------------------------------------
+
+    def test_what_it_re_packs_arrives_where_it_belongs_and_nothing_else_changes(self) -> None:
+        platform = self.make_platform()
+        caches, geometry = self.make_caches()
+        sink = platform.describe(caches, geometry)
+        if STRIDED not in platform.offers or any(plane.interior for group in sink.groups for plane in group.planes):
+            pytest.skip("this platform does not re-pack these caches")
+        source = token_major(sink)
+        size = Repacking(source, sink, platform.offers, base=0, slots=4).size
+        staging = platform.staging(size, sink.device)
+        assert staging.size >= size
+        noise = np.random.default_rng(0).integers(0, 256, size=size, dtype=np.uint8)
+        self.copy_memory(staging.address, noise.ctypes.data, size)
+        repacking = Repacking(source, sink, platform.offers, base=staging.address, slots=4)
+        block, last = min(group.block_size for group in source.groups), geometry.num_blocks - 1
+        start, end, tables = 1, 3 * block - 1, [Table(np.array([last, 1], dtype=np.int32))] * len(sink.groups)
+        before = self.memory_of(sink)
+        expected = before.copy()
+        for area, group in zip(repacking.staging.groups, sink.groups, strict=True):
+            for staged, plane in itertools.product(area.planes, group.planes):
+                for layer in set(staged.layers) & set(plane.layers) if staged.name == plane.name else ():
+                    for token, head in itertools.product(range(start, end), plane.heads):
+                        at = cell(plane, layer, (last, 1)[token // group.block_size], head, token % group.block_size)
+                        here = cell(staged, layer, token // area.block_size, head, token % area.block_size)
+                        expected[at - min(sink.spans)[0]] = noise[here - staging.address]
+        slots = [Table(np.arange(4, dtype=np.int32))] * len(source.groups)
+        fences = [platform.repack(call) for call in repacking.calls(slots, tables, start, end)]
+        deadline = time.monotonic() + 30.0
+        while not all(fence.done() for fence in fences):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        assert (before != expected).any()
+        assert (self.memory_of(sink) == expected).all()
+
+    def memory_of(self, cache: CacheMap) -> np.ndarray:
+        """Copy out all memory from the first byte of the first span to the last of the last; zero between spans."""
+        first = min(at for at, _ in cache.spans)
+        copy = np.zeros(max(at + length for at, length in cache.spans) - first, dtype=np.uint8)
+        for at, length in cache.spans:
+            self.copy_memory(copy.ctypes.data + at - first, at, length)
+        return copy
 
     # --- where it is attached ---------------------------------------------------------------------------------------
 

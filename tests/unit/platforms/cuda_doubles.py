@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import threading
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -36,11 +38,11 @@ class _Device(SimpleNamespace):
 
 
 class FakeCuda:
-    """torch.cuda with streams that run late. A thread is born on device 0, as with CUDA."""
+    """torch.cuda with streams that run late. The current stream is a thread's own; a thread is born on device 0."""
 
     def __init__(self, delay: float = 0.02) -> None:
-        self.streams: list[LateStream] = [LateStream(delay)]
-        self.stream = self.streams[0]
+        self._default = LateStream(delay)
+        self._thread = threading.local()
         self.device = 0
         self.made = 0
         self.devices_set: list[int] = []
@@ -52,12 +54,29 @@ class FakeCuda:
                 self._fence = None
 
             def record(self) -> None:
-                self._fence = outer.stream.fence()
+                self._fence = outer.stream_now().fence()
 
             def query(self) -> bool:
                 return self._fence.done()
 
+        class Stream:
+            def __init__(self) -> None:
+                self.late = LateStream(delay)
+
         self.Event = Event
+        self.Stream = Stream
+
+    def stream_now(self) -> LateStream:
+        """The calling thread's current stream."""
+        return getattr(self._thread, "stream", self._default)
+
+    @contextmanager
+    def stream(self, stream):
+        before, self._thread.stream = self.stream_now(), stream.late
+        try:
+            yield
+        finally:
+            self._thread.stream = before
 
     def current_device(self) -> int:
         return self.device
@@ -71,6 +90,7 @@ def compile_driver(folder: Path) -> Path:
     library = folder / "libcuda.so.1"
     source = HERE / "fake_libcuda.c"
     subprocess.run(
-        [COMPILER, "-Wall", "-Werror", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", library, source], check=True
+        [COMPILER, "-Wall", "-Werror", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", library, source],
+        check=True,
     )
     return library
