@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 from kvxfer.addresses import bare
 from kvxfer.connector import compat
-from kvxfer.errors import ConfigError
+from kvxfer.errors import ConfigError, RailsError
 from kvxfer.layout.card import RankCard
 from kvxfer.layout.maps import spell
 from kvxfer.layout.route import StagingArea
 from kvxfer.platform import platform_for
 from kvxfer.protocol.actions import SourceFinished, SourceQuiet
 from kvxfer.protocol.messages import RankAddress
+from kvxfer.rails.pinning import WorkerRails
 from kvxfer.transport import commands as cmd
 from kvxfer.transport.mover import MoverSettings
 from kvxfer.transport.nixl import NixlAgent
@@ -110,7 +111,16 @@ class WorkerHalf:
             secret=load_secret(settings.secret_file),
             repack=self._platform.repack if self._platform.offers else None,
         )
-        threads.start()
+        rails = WorkerRails(
+            (settings.rails, settings.rails_policy), settings.backend, self._platform, cache.device
+        )  # before there is an agent
+        with rails.watched():
+            threads.start()
+        try:
+            rails.settle()
+        except RailsError:
+            threads.stop()
+            raise
         self._address = RankAddress(
             self.me.rank, self.me.incarnation, tp_rank, pp_rank, bare(settings.advertise_host), threads.control.port
         )
@@ -120,7 +130,7 @@ class WorkerHalf:
         )  # fmt: skip
 
     def _staging_for(self, cache: CacheMap) -> Staging | None:
-        """Allocate the staging area; unasked only where that costs nothing, for two of the longest prompts or a quarter of the cache."""
+        """Allocate the staging area. Unasked, for two of the longest prompts or a quarter of the cache; see the platform."""
         if not self._platform.offers:
             return None
         size = self.settings.staging_bytes

@@ -101,7 +101,11 @@ class RailsCheck:
         # Without DEBUG: NIXL's own table of GPUs is an INFO line, and its fallback to every rail a warning.
         everywhere = next((line for kind, line in writer.fallbacks if kind == "all rails"), None)
         if everywhere is not None and any(choice.how != "all devices" for choice in self._choices.values()):
-            yield Outcome("mismatch", f"rails: NIXL registered device memory on every rail: {everywhere.text}")
+            wanted = "; ".join(
+                f"{one.name} is registered on every rail, expected {_said(self._choices[one.node.where].rails)}"
+                for one in self._placements
+            )
+            yield Outcome("mismatch", f"rails: {wanted}: {everywhere.text}")
         for device, rails in writer.table.items() if everywhere is None else ():
             if Address.parse(device) in self._choices:
                 yield self._compare(Registration("", device, dict.fromkeys(rails, Line("log", 0, device))))
