@@ -31,7 +31,7 @@ from kvxfer.protocol.ids import HandoffId, Name, RankId, shown
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 """Raised whenever a message changes in a way that the previous version cannot read."""
 
 MAX_MESSAGE_BYTES = 8 << 20
