@@ -91,7 +91,9 @@ class LoneRank:
         self.me = RankId(engine, secrets.token_hex(4), 0)
         self.platform = platform or HostPlatform(fence_delay=0)
         self.staging = self.platform.staging(staging_bytes, 0) if staging_bytes else None
-        area = self.staging and StagingArea(self.staging.address, self.staging.size, self.platform.offers)
+        area = None
+        if self.staging is not None:
+            area = StagingArea(self.staging.address, self.staging.size, self.platform.offers)
         # One channel plays both parts: the engine's control address and the rank's.
         self.threads = RankThreads(
             self.me,

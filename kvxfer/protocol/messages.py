@@ -160,7 +160,7 @@ class Register(Message, frozen=True, tag="register"):
     ``blocks`` covers the span from the block that contains ``start``. In pull mode the same message asks for the source's
     blocks; ``asked`` is when, and sending it again renews the lease that the source's Grant gives.
 
-    ``prompt`` digests everything that shapes the prompt's KV: only a source with an equal one may answer; empty for unknown.
+    ``prompt`` digests everything that shapes the KV of positions [0, end): only a source of these may answer; empty for unknown.
 
     ``again`` marks what was said before. It never begins anything: overtaken by the end of its attempt, it could otherwise
     register blocks that are the engine's again, with a later prefill of the same name.
