@@ -85,7 +85,7 @@ def test_the_process_environment_is_the_default(monkeypatch) -> None:
         ({"backends": ["UCX", "GDS"]}, "must be a list of one NIXL backend"),
         ({"backends": [5]}, "$.backend"),
         ({"backend": "POSIX"}, "backend='POSIX' must be LIBFABRIC or UCX"),
-        ({"rails": "near"}, "rails='near' must be \"local\", \"all\", or a list of names or PCI addresses"),
+        ({"rails": "near"}, 'rails=\'near\' must be "local", "all", or a list of names or PCI addresses'),
         ({"rails": []}, "rails=[] names no EFA device"),
         ({"rails": 5}, "$.rails"),
         ({"rails_policy": "hope"}, "rails_policy='hope' must be warn or enforce"),
