@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 pytest.importorskip("vllm")
 pytest.importorskip("nixl")
+
+import torch
 
 from kvxfer.bench import engines, model
 from kvxfer.bench.client import Client
