@@ -2,8 +2,10 @@
 
 Guarantees: an engine is given work only if its last check passed, i.e. it answered ``/health``, told an identity in
 ``kvxfer_info`` that fits its role and the mode, and (prefill) answered one probe for that very identity with the same
-values. The first check runs at once; an engine that comes up late, or again as another one, is used from its next
-check on. A check never blocks a request, and one slow engine never delays the check of another.
+values. Each decode engine is told of every healthy prefill engine, by the same kind of probe, so that the two are connected
+before the first request; and again when either of them comes back. The first check runs at once; an engine that comes up
+late, or again as another one, is used from its next check on. A check never blocks a request, and one slow engine never
+delays the check of another.
 """
 
 from __future__ import annotations
@@ -11,11 +13,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import msgspec
 
+from kvxfer.addresses import shown_at
 from kvxfer.router.identity import Identity, IdentityError, check_probe, check_role, parse_info
 from kvxfer.router.openai import ApiError, Json
 from kvxfer.router.picking import RoundRobin
@@ -41,6 +44,8 @@ class Engine:
         self.identities: list[Identity] = []
         self.reason: str | None = "not checked yet"
         self.probed: Identity | None = None
+        self.told: frozenset[Identity] = frozenset()
+        """Of a decode engine: the prefill engines to which it has been introduced."""
 
     @property
     def healthy(self) -> bool:
@@ -75,6 +80,7 @@ class Engine:
             log.warning("%s engine %s is not used: %s", self.role.value, self.name, reason)
         self.reason = reason
         self.probed = None
+        self.told = frozenset()
 
     def passed(self, identities: list[Identity]) -> None:
         """Put the engine into use under what it just told."""
@@ -100,6 +106,7 @@ class Engines:
         self._session = session
         self._pickers: dict[Role, Picker] = {Role.PREFILL: prefill or RoundRobin(), Role.DECODE: decode or RoundRobin()}
         self._tasks: list[asyncio.Task[None]] = []
+        self._introducing = asyncio.Lock()
         self.by_role = {
             Role.PREFILL: [Engine(Role.PREFILL, engine_url(url)) for url in settings.prefill],
             Role.DECODE: [Engine(Role.DECODE, engine_url(url)) for url in settings.decode],
@@ -135,6 +142,7 @@ class Engines:
     async def _watch(self, engine: Engine) -> None:
         while True:
             await self.check(engine)
+            await self.introduce()
             await asyncio.sleep(self._settings.check_interval)
 
     async def check(self, engine: Engine) -> None:
@@ -160,7 +168,37 @@ class Engines:
         else:
             engine.passed(identities)
 
+    async def introduce(self) -> None:
+        """Tell healthy decode engines of the healthy prefill engines that are news to them; never raises for any of them."""
+        async with self._introducing:
+            prefills = frozenset(
+                one for engine in self.by_role[Role.PREFILL] if engine.healthy for one in engine.identities
+            )
+            for engine in self.by_role[Role.DECODE]:
+                engine.told &= prefills  # whoever comes back is news again
+            waiting = [e for e in self.by_role[Role.DECODE] if e.healthy and prefills - e.told]
+            await asyncio.gather(*(self._introduce(engine, prefills) for engine in waiting))
+
+    async def _introduce(self, engine: Engine, prefills: frozenset[Identity]) -> None:
+        addresses = sorted(shown_at(one.host, one.port) for one in prefills - engine.told)
+        try:
+            for identity in engine.identities:
+                await self._send_probe(engine, identity, {"kvxfer_peers": addresses})
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:  # noqa: BLE001 - its requests will connect it, and its next check says what is wrong
+            log.warning(
+                "decode engine %s could not be introduced to %s: %r; its first request will connect them",
+                engine.name, ", ".join(addresses), error,
+            )  # fmt: skip
+        else:
+            engine.told = prefills
+
     async def _probe(self, engine: Engine, identity: Identity) -> None:
+        check_probe(identity, await self._send_probe(engine, identity, {}), engine.url.host or "")
+
+    async def _send_probe(self, engine: Engine, identity: Identity, more: Json) -> Any:
+        """Send a request of one token that hands nothing over; return its answer."""
         try:
             model = msgspec.json.decode(await self._get(engine, "v1/models"))["data"][0]["id"]
         except (msgspec.DecodeError, KeyError, IndexError, TypeError) as error:
@@ -171,15 +209,14 @@ class Engines:
             "prompt": [1],
             "max_tokens": 1,
             # kvxfer_probe: the connector answers with its coordinates and holds no block for a decode engine.
-            "kv_transfer_params": {"do_remote_decode": True, "transfer_id": request_id, "kvxfer_probe": True},
+            "kv_transfer_params": {"do_remote_decode": True, "transfer_id": request_id, "kvxfer_probe": True, **more},
         }
         headers = {"X-Request-Id": request_id, "Content-Type": "application/json", **rank_header(identity)}
         raw = await self._fetch(engine, "POST", "v1/completions", headers, msgspec.json.encode(body))
         try:
-            answer = msgspec.json.decode(raw)
+            return msgspec.json.decode(raw)
         except msgspec.DecodeError:
             raise IdentityError("its answer to the probe is not JSON") from None
-        check_probe(identity, answer, engine.url.host or "")
 
     async def models(self, engine: Engine, headers: Mapping[str, str]) -> tuple[int, bytes]:
         """An engine's model list for a client, with the client's own headers: status and body as they came."""

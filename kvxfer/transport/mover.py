@@ -38,6 +38,7 @@ from kvxfer.protocol.ids import shown
 from kvxfer.protocol.sink import Sink
 from kvxfer.protocol.source import Source
 from kvxfer.transport import commands as cmd
+from kvxfer.transport.approaches import Approaches
 from kvxfer.transport.mover_settings import COUNTERS, LINGER, TICK, MoverSettings, Renewed
 from kvxfer.transport.openings import Openings
 from kvxfer.transport.reach import NotNowError
@@ -104,6 +105,9 @@ class Mover(threading.Thread):
         """What the engine is owed, oldest first; the engine thread pops from the left."""
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.transfers = Transfers(rank, layout, make_agent, clock)
+        self._approaches = Approaches(
+            rank, eager=settings.eager, send=send, connect=self._approach, is_connected=self.transfers.reach.is_loaded
+        )
         self._refusals = Refusals(logger)
         self._send = send
         self._renewed = renewed
@@ -204,11 +208,15 @@ class Mover(threading.Thread):
             self._next_tick = now + TICK
             self._guarded(lambda now: self._run(self.source.tick(now)), now)
             self._guarded(lambda now: self._run(self.sink.tick(now)), now)
+        self._guarded(
+            self._approaches.act, now, self._revoking is None and not (self.transfers.in_flight or self._steps)
+        )
         return True
 
     def _needs_progress(self) -> bool:
         """Tell whether data may be arriving, or leaving: the notification of a write that is done leaves after it."""
-        return self.sink.receiving() or self.source.serving() or self._clock() < self._linger_until
+        busy = self.sink.receiving() or self.source.serving() or self._approaches.promised()
+        return busy or self._clock() < self._linger_until
 
     def _wait_time(self) -> float | None:
         """Seconds to sleep in the mailbox; None for as long as nothing comes."""
@@ -216,7 +224,7 @@ class Mover(threading.Thread):
             return self.settings.poll if self.transfers.in_flight else TICK
         if self.transfers.in_flight or self._steps or self._needs_progress():
             return self.settings.poll
-        return TICK if len(self.source) or len(self.sink) else None
+        return TICK if len(self.source) or len(self.sink) or len(self._approaches) else None
 
     def _take(self, timeout: float | None) -> cmd.Command | None:
         try:
@@ -271,6 +279,7 @@ class Mover(threading.Thread):
                 if self.transfers.up(rank, card):
                     self._renewed(self.transfers.keeper.agent.metadata(), anew=False)
                 self._run(self.sink.peer_back(rank, now))
+                self._approaches.up(rank, now)
             case cmd.PeerLost(rank, reason, granted_until, dead):
                 self._lose(rank, reason, granted_until, now, dead=dead)
             case cmd.PeerEnded(rank):
@@ -328,10 +337,16 @@ class Mover(threading.Thread):
         if not dead and self.sink.wants_back(rank):
             self._openings.call_back(rank)  # if it lives, it can say that nothing is in flight
         self._openings.lost(rank)
+        self._approaches.lost(rank)
         if dead:
             self.transfers.ended_process(rank)
         else:
             self.transfers.lost(rank)
+
+    def _approach(self, rank: RankId) -> None:
+        """Make a peer's memory reachable before a handoff needs it."""
+        self.transfers.approach(rank)
+        self.counters["early_connections"] += 1
 
     def _ask_for_disturbance(self) -> None:
         if self.transfers.disturbed():
@@ -356,6 +371,9 @@ class Mover(threading.Thread):
                 yield from self.sink.cancel_ack(frm, message)
             case messages.Failed():
                 yield from self.sink.failed(frm, message)
+            case messages.Approach():
+                if message.what != "come" or self.transfers.reach.heard(frm, message.asked):
+                    self._approaches.heard(frm, message, now)
             case _:
                 raise RemoteProtocolError(f"{frm} sent {type(message).__name__} to a mover")
 
@@ -394,7 +412,7 @@ class Mover(threading.Thread):
         self.transfers.ended(one)
         record = self.records.get(one.side, one.handoff)
         if record is not None:
-            record.times.last_byte = now
+            record.ended(0 if failed else one.bytes, now)
         if failed:
             self._post_failed(one.side, one.number, f"NIXL reports an error towards {one.peer}", now)
         elif one.side == "source":
@@ -450,22 +468,7 @@ class Mover(threading.Thread):
     def _note(self, note: Note) -> None:
         if note.side == "source" and note.what in ("expected", "registered"):
             self.records.open("source", note.handoff, self.rank.rank, self.settings.mode)
-        record = self.records.get(note.side, note.handoff)
-        if record is None:
-            return
-        now, times = self._clock(), record.times
-        match note.what:
-            case "expected" | "registered" | "sealed":
-                if getattr(times, note.what) is None:
-                    setattr(times, note.what, now)
-            case "chunk":
-                times.chunks_final.append(now)
-            case "served" | "cancelled" | "fencing" | "revoking" | "duplicate":
-                record.reason = note.detail
-                if note.detail != "done":
-                    record.outcome = note.what
-            case "expired" | "closed":  # ended, and the engine was owed nothing
-                self.records.end("source", note.handoff, note.what, note.detail, now)
+        self.records.note(note, self._clock())
 
     def _post_transfer(self, action: PostWrite | PostRead) -> None:
         now = self._clock()

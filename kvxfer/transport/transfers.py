@@ -69,6 +69,12 @@ class Transfers:
         self.reach.up(rank, card)
         return self.keeper.agent.meet(rank.agent)
 
+    def approach(self, rank: RankId) -> None:
+        """Connect a peer before a handoff needs it. May not return if its agent makes no progress: see ``approaches``."""
+        began = self._clock()
+        self.reach.of(rank, self.keeper.agent)
+        logger.info("%s has connected with %s, in %.0f ms", self.rank, rank, (self._clock() - began) * 1e3)
+
     def lost(self, rank: RankId) -> None:
         """Note that a session ended. What is under way goes on: the peer may only be out of hearing."""
         self.reach.lost(rank, self._clock())

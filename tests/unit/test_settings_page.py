@@ -22,7 +22,15 @@ def test_every_setting_and_its_default(name: str) -> None:
     shown = ROWS.get(name)
     assert shown is not None, f"{name} is not in the table"
     want = {True: "true", False: "false"}.get(default) if isinstance(default, bool) else None
-    want = want or (f'"{default}"' if isinstance(default, str) else "{}" if default == {} else f"{default:g}")
+    want = want or (
+        f'"{default}"'
+        if isinstance(default, str)
+        else "{}"
+        if default == {}
+        else "[]"
+        if default == []
+        else f"{default:g}"
+    )
     assert shown == want
 
 

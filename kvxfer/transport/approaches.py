@@ -1,0 +1,127 @@
+"""NIXL connections made before the first handoff needs them, without anybody being caught in a call for it.
+
+To connect a peer is one call of the mover's to NIXL, some 13 ms over tcp on one host, and it returns only when the *peer's*
+agent makes progress (NIXL 1.4.1 LIBFABRIC; with a peer whose mover slept it had not returned after 20 s). An idle mover
+sleeps. So a rank that wants to connect asks first; the other's mover, awake by that, answers that it makes progress from now
+on; and only an answer that is fresh begins the call. The two hear of each other over the control channel, and it is the
+mover that answers: one that is dead, stopped or hangs does not, and is not called.
+
+Who has promised progress to one peer begins no call of this kind to another, so that no two of them, and no circle, can wait
+for each other. Nothing is begun while transfers are under way; a handoff that comes first connects its peer itself.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from kvxfer.protocol.messages import Approach
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvxfer.protocol.ids import RankId
+    from kvxfer.protocol.messages import Message
+
+PROMISE: Final = 10.0
+"""Seconds for which a mover makes progress for a peer that has asked and does not say that it is done."""
+
+FRESH: Final = 1.0
+"""Seconds after its question after which an answer begins nothing any more: far below ``PROMISE``."""
+
+RETRY: Final = 1.0
+"""Seconds between two questions to one peer, and a little more, which differs between ranks."""
+
+TRIES: Final = 20
+"""Questions to one peer; then it is connected by its first handoff."""
+
+
+@dataclass(slots=True)
+class _Wanted:
+    ask_at: float
+    tries: int = 0
+
+
+class Approaches:
+    """Of one mover, in its thread. ``connect`` makes a peer's connection and raises what went wrong.
+
+    ``eager``: whether this rank connects whoever has a session; without it, it only answers.
+    """
+
+    def __init__(
+        self,
+        me: RankId,
+        *,
+        eager: bool,
+        send: Callable[[RankId, Message], None],
+        connect: Callable[[RankId], None],
+        is_connected: Callable[[RankId], bool],
+    ) -> None:
+        self._me = me
+        self._eager = eager
+        self._send = send
+        self._connect = connect
+        self._is_connected = is_connected
+        self._retry = RETRY + zlib.crc32(me.agent.encode()) % 1000 / 1000
+        self._wanted: dict[RankId, _Wanted] = {}
+        self._invited: dict[RankId, float] = {}  # with the moment of the question
+        self._promised: dict[RankId, float] = {}
+
+    def up(self, peer: RankId, now: float) -> None:
+        """Note that a session with a peer was opened."""
+        if self._eager and not self._is_connected(peer):
+            self._wanted[peer] = _Wanted(now)
+
+    def lost(self, peer: RankId) -> None:
+        """Note that it ended."""
+        for table in (self._wanted, self._invited, self._promised):
+            table.pop(peer, None)
+
+    def heard(self, frm: RankId, message: Approach, now: float) -> None:
+        """Handle what a peer says."""
+        if message.what == "ask":
+            self._promised[frm] = now + PROMISE
+            self._send(frm, Approach("come", message.asked))
+        elif message.what == "come":
+            self._invited[frm] = message.asked
+        else:
+            self._promised.pop(frm, None)
+
+    def act(self, now: float, free: bool) -> None:
+        """Do what is due. ``free``: nothing is under way, and the mover has time for a call."""
+        self._promised = {peer: until for peer, until in self._promised.items() if until > now}
+        invited, self._invited = self._invited, {}
+        for peer, asked in invited.items():
+            try:
+                if free and peer in self._wanted and now - asked <= FRESH and not self._waited_for(peer):
+                    del self._wanted[peer]
+                    self._connect(peer)
+                    free = False  # one call a round: what has arrived meanwhile comes first
+            finally:
+                self._send(peer, Approach("done", asked))
+        if free:
+            self._ask(now)
+
+    def promised(self) -> bool:
+        """Tell whether a peer waits for this rank's progress."""
+        return bool(self._promised)
+
+    def __len__(self) -> int:
+        """Return the number of peers that are to be connected."""
+        return len(self._wanted)
+
+    def _waited_for(self, peer: RankId) -> bool:
+        """Tell whether somebody waits for us: of two that want each other, the one whose name comes first goes first."""
+        return any(other != peer or self._me.agent > peer.agent for other in self._promised)
+
+    def _ask(self, now: float) -> None:
+        for peer, one in list(self._wanted.items()):
+            if one.ask_at > now:
+                continue
+            if self._is_connected(peer) or one.tries >= TRIES:
+                del self._wanted[peer]
+                continue
+            one.ask_at, one.tries = now + self._retry, one.tries + 1
+            self._send(peer, Approach("ask", now))
+            return  # one at a time, so that promises are short
