@@ -110,6 +110,35 @@ def engine(
 
 
 @bench.command()
+def stream(
+    *,
+    json: _Json = None,
+    against: Annotated[str, typer.Option(help="Upstream's push; empty for none.")] = "upstream-push",
+    repeats: Annotated[int, typer.Option(help="Handoffs.", min=2)] = 20,
+    prompt: Annotated[int, typer.Option(help="Their length in tokens.", min=1)] = 6000,
+    budget: Annotated[int, typer.Option(help="--max-num-batched-tokens of the engines.", min=1)] = 512,
+    logs: _Logs = None,
+    python: _Python = sys.executable,
+) -> None:
+    """Measure what push moves before a prompt is computed, and how soon the rest; fails where a bound does not hold."""
+    from rich.console import Console
+
+    from kvxfer.bench.demo import write_json
+    from kvxfer.bench.stream import Settings, run
+    from kvxfer.bench.stream_report import show
+
+    names = ["push", *([against] if against else [])]
+    with _failing_clearly():
+        settings = Settings(repeats=repeats, prompt=prompt, budget=budget)
+        result = run(names, logs or _new_logs(), python, settings, say=lambda name: typer.echo(f"measured {name}"))
+        if json is not None:
+            write_json(json, result)
+    show(Console(), result)
+    if not all(bound["holds"] for bound in result["bounds"]):
+        raise typer.Exit(1)
+
+
+@bench.command()
 def latency(
     *,
     json: _Json = None,
