@@ -428,6 +428,9 @@ class Switchboard:
                     self._hang_up(route)
             if self._introductions.outcome(outcome, self._now) and outcome.reason is not None:
                 logger.warning("cannot exchange KV with %s: %s", outcome.address, outcome.reason)
+            for rank in outcome.ranks:
+                if not self.is_open(rank):  # lost while the others were still called
+                    self._introductions.lost(rank, self._now)
             self._listener.on_outcome(outcome)
             if outcome.ranks and not outcome.address.engine:  # requests will name it
                 named = replace(outcome.address, engine=outcome.ranks[0].engine)
