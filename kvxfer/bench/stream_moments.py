@@ -3,7 +3,7 @@
 Loaded by ``kv_connector_module_path``: the classes have the same names as what they time, so nothing else about an engine
 differs. In the worker, at the same hooks of either connector, they append to a file of their own:
 
-* ``computed``: a step's forward is done (``wait_for_save`` is called, and this step had layers). The last one of a prompt is where
+* ``computed``: a step's forward is done (``wait_for_save`` is called, and this step had layers). The last of a prompt is where
   kvxfer records its last fence, and from where upstream has the whole prompt to write.
 * ``received``: the engine hears that a request's KV is there (``get_finished``).
 
