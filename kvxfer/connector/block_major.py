@@ -4,11 +4,13 @@ vLLM decides how a cache lies. A connector may ask; where it cannot have its wis
 takes as many descriptors for each block as there are layers. That is slower and never wrong: what is moved is decided by
 where the blocks are found to lie, not by what was asked for. So nothing here may keep an engine from starting.
 
-How to ask, in vLLM's versions (0.26.0, 0.29.0 and 0.32.0 read, the last two run):
+How to ask, in vLLM's versions:
 
-* since 0.29 by the *required layout* ``BLHNC``. It must be asked for only where a block of the scheduler's is one block of the
-  attention kernel's: otherwise vLLM, which would have to split it, ends the start (v1/kv_cache_interface.py).
-* up to 0.28 by ``prefer_cross_layer_blocks``, which the V1 runner alone looks at; then one tensor of all layers is handed over.
+* since 0.29 by the *required layout* ``BLHNC``, which vLLM drops with a warning where an attention backend does not take it. It
+  must be asked for only where a block of the scheduler's is one block of the attention kernel's: otherwise vLLM, which would
+  have to split it, ends the start (v1/kv_cache_interface.py). 0.29.0 and 0.32.0: read; run where it is refused.
+* up to 0.28 by ``prefer_cross_layer_blocks``, which the V1 runner alone looks at; then one tensor of all layers is handed over
+  as it lies. 0.26.0: read, not run.
 
 vLLM's CPU attention takes ``LBHNC`` alone (0.29 and 0.32, v1/attention/backends/cpu_attn.py).
 """
@@ -18,10 +20,16 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+
 from kvxfer.config import settings_from
+from kvxfer.layout.plan import Prepared
+from kvxfer.layout.positions import Table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
+
+    from kvxfer.layout.maps import CacheMap
 
 logger = logging.getLogger("kvxfer.layout")
 
@@ -48,6 +56,8 @@ def obstacle(vllm_config: Any) -> str:
         return "the setting block_major is false"
     if getattr(vllm_config.model_config, "is_hybrid", False):
         return "the model has layers of several kinds"
+    if getattr(vllm_config.cache_config, "kv_cache_dtype_skip_layers", None):
+        return "layers of different element types share the cache"
     try:
         backends = _backends(vllm_config)
         return _refused_layout(backends) or _split_blocks(vllm_config.cache_config, backends)
@@ -67,27 +77,29 @@ def layers_of(kv_cache: Any, attn_backend: Any, kv_cache_config: Any) -> dict[st
     return {name: logical[i] for i, shared in enumerate(names) for name in shared}
 
 
-def is_block_major(caches: Mapping[str, Any]) -> bool:
-    """Tell whether all layers of a block are one run of memory, by where vLLM has put them."""
-    tensors = list({cache.data_ptr(): cache for cache in caches.values()}.values())  # layers may share a cache
-    block_bytes = sum(cache[0].numel() * cache.element_size() for cache in tensors)
-    first = min(cache.data_ptr() for cache in tensors)
-    return all(
-        cache.stride(0) * cache.element_size() == block_bytes and cache.data_ptr() - first < block_bytes
-        for cache in tensors
-    )
+def descriptors_a_block(cache: CacheMap) -> int:
+    """Count the runs of memory that one block of all layers consists of: so many descriptors it takes to move one alone."""
+    tables = [Table(np.array([group.num_blocks - 1], dtype=np.int32)) for group in cache.groups]
+    return Prepared(cache, cache).plan(tables, tables, 0, min(group.block_size for group in cache.groups)).count
 
 
-def report(vllm_config: Any, caches: Mapping[str, Any]) -> None:
-    """Say, once, when the cache lies layer by layer, what that costs and why it is so."""
-    layers = len({cache.data_ptr() for cache in caches.values()})
-    if layers < 2 or is_block_major(caches):  # noqa: PLR2004
+def report(vllm_config: Any, cache: CacheMap) -> None:
+    """Say in one line, when a block of all layers is not one run, what that costs and why it is so."""
+    count = descriptors_a_block(cache)
+    if count <= len(cache.groups):
         return
     logger.info(
-        "the KV cache lies layer by layer: a handoff takes up to %d descriptors for each block, where a block-major cache "
-        "takes one (%d times as many); because %s",
-        layers, layers, obstacle(vllm_config) or "vLLM chose so: see VLLM_KV_CACHE_LAYOUT, and its own log",
+        "the KV cache is not block-major: a block is %d runs of memory, so that a handoff takes up to %d times as many "
+        "descriptors as it would with blocks of one run; because %s",
+        count, count, obstacle(vllm_config) or _chosen(vllm_config),
     )  # fmt: skip
+
+
+def _chosen(vllm_config: Any) -> str:
+    """Say why there is no block-major cache although nothing is in the way of asking for one."""
+    if not _layouts_have_names() and getattr(vllm_config, "use_v2_model_runner", False):
+        return "this vLLM's V2 runner has none: VLLM_USE_V2_MODEL_RUNNER=0 takes the other, which has"
+    return "vLLM chose so: see VLLM_KV_CACHE_LAYOUT, and its own log"
 
 
 def _layouts_have_names() -> bool:

@@ -117,7 +117,8 @@ class WorkerHalf:
         )
         for host, port in settings.peer_addresses:
             threads.control.keep(cmd.EngineAddress(host, port, ""))
-        block_major.report(self._vllm_config, caches)
+        if self.me.rank == 0:
+            block_major.report(self._vllm_config, cache)
         logger.info(
             "%s: %d blocks of %s bytes in %s memory (%s), registered with NIXL %s",
             self.me, cache.num_blocks, f"{cache.block_bytes:,}", cache.memory, spell(cache), settings.backend,
