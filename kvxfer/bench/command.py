@@ -130,7 +130,7 @@ def stream(
     names = ["push", *([against] if against else [])]
     with _failing_clearly():
         settings = Settings(repeats=repeats, prompt=prompt, budget=budget)
-        result = run(names, logs or _new_logs(), python, settings, say=lambda name: typer.echo(f"measured {name}"))
+        result = run(names, logs or _new_logs(), python, settings, say=typer.echo)
         if json is not None:
             write_json(json, result)
     show(Console(), result)

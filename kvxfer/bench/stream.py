@@ -27,7 +27,7 @@ from kvxfer.bench.handoffs import Pair
 from kvxfer.bench.machine import machine, versions
 from kvxfer.bench.model import build, prompt_tokens
 from kvxfer.bench.process import free_ports, running
-from kvxfer.bench.stream_report import Sample, as_json, summary, verdicts
+from kvxfer.bench.stream_report import Sample, as_json, line, summary, verdicts
 from kvxfer.errors import KvxferError
 from kvxfer.transport.query import fetch_records
 
@@ -137,7 +137,7 @@ def run(
     answers: dict[str, list[tuple[int, ...]]] = {}
     for connector, (prefill, decode) in pairs.items():
         samples[connector], answers[connector] = _measured(connector, prefill, decode, logs, settings)
-        say(connector)
+        say(line(connector, samples[connector]))
     first = answers[connectors[0]]
     found = {
         name: {**summary(samples[name]), "same_answers": sum(map(tuple.__eq__, answers[name], first))} for name in pairs

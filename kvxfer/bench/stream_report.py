@@ -76,6 +76,13 @@ def summary(samples: Sequence[Sample]) -> dict[str, Any]:
     return found
 
 
+def line(connector: str, samples: Sequence[Sample]) -> str:
+    """Say in a line what came of one connector, while others are still measured."""
+    one = summary(samples)
+    early = f", {one['early']['least']:.1%} of the bytes early at least" if "early" in one else ""
+    return f"{connector}: {one['handoffs']} handoffs, tail {_times(one['tail_ms'])} ms{early}"
+
+
 def verdicts(found: Mapping[str, Mapping[str, Any]], *, prompts: int) -> list[Verdict]:
     """Hold kvxfer's figures against the bounds; what is held against a connector that did not run is left out."""
     upstream = next((name for name in found if name.startswith(UPSTREAM_PREFIX)), None)
