@@ -79,6 +79,7 @@ class LoneRank:
         connect_timeout: float = 5.0,
         mover_timeout: float = 30.0,
         host: str = "127.0.0.1",
+        port: int = 0,
         secret: Secret | None = None,
         **settings: Any,
     ) -> None:
@@ -95,6 +96,7 @@ class LoneRank:
             MoverSettings(**{"mode": mode, **settings}),
             timing or Timing(),
             host=host,
+            port=port,
             connect_timeout=connect_timeout,
             mover_timeout=mover_timeout,
             secret=secret,

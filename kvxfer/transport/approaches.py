@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import zlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvxfer.errors import RemoteProtocolError, TransportError
 from kvxfer.protocol.messages import Approach
@@ -83,6 +83,10 @@ class Approaches:
         self._invited: dict[RankId, float] = {}  # with the moment of the question
         self._promised: dict[RankId, _Promise] = {}
 
+    @property
+    def _tables(self) -> tuple[dict[RankId, Any], ...]:
+        return self._wanted, self._invited, self._promised
+
     def up(self, peer: RankId, now: float) -> None:
         """Note that a session with a peer was opened."""
         if self._eager and not self._is_connected(peer):
@@ -90,7 +94,7 @@ class Approaches:
 
     def lost(self, peer: RankId) -> None:
         """Note that it ended."""
-        for table in (self._wanted, self._invited, self._promised):
+        for table in self._tables:
             table.pop(peer, None)
 
     def heard(self, frm: RankId, message: Approach, now: float) -> None:
