@@ -25,7 +25,7 @@ from kvxfer.router.picking import RoundRobin
 from kvxfer.router.settings import Role, RouterSettings, engine_url
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from yarl import URL
 
@@ -46,6 +46,10 @@ class Engine:
         self.probed: Identity | None = None
         self.told: frozenset[Identity] = frozenset()
         """Of a decode engine: the prefill engines to which it has been introduced."""
+        self.untold = ""
+        """Why it could not be, as it was said last."""
+        self.news = asyncio.Event()
+        """Of a decode engine: somebody has passed a check since it was introduced to others."""
 
     @property
     def healthy(self) -> bool:
@@ -82,6 +86,19 @@ class Engine:
         self.probed = None
         self.told = frozenset()
 
+    def introduced(self, prefills: frozenset[Identity]) -> None:
+        """Note that it knows them."""
+        self.told, self.untold = prefills, ""
+
+    def not_introduced(self, addresses: Sequence[str], reason: str) -> None:
+        """Note that it could not be told of them; it is tried again after the next check, and said once."""
+        if self.untold != reason:
+            log.warning(
+                "decode engine %s could not be introduced to %s, its first request will connect them: %s",
+                self.name, ", ".join(addresses), reason,
+            )  # fmt: skip
+        self.untold = reason
+
     def passed(self, identities: list[Identity]) -> None:
         """Put the engine into use under what it just told."""
         if not self.healthy or self.identities != identities:
@@ -106,7 +123,6 @@ class Engines:
         self._session = session
         self._pickers: dict[Role, Picker] = {Role.PREFILL: prefill or RoundRobin(), Role.DECODE: decode or RoundRobin()}
         self._tasks: list[asyncio.Task[None]] = []
-        self._introducing = asyncio.Lock()
         self.by_role = {
             Role.PREFILL: [Engine(Role.PREFILL, engine_url(url)) for url in settings.prefill],
             Role.DECODE: [Engine(Role.DECODE, engine_url(url)) for url in settings.decode],
@@ -132,6 +148,7 @@ class Engines:
     def start(self) -> None:
         """Begin checking, now and then every ``check_interval``."""
         self._tasks = [asyncio.ensure_future(self._watch(engine)) for engine in self]
+        self._tasks += [asyncio.ensure_future(self._introduce_all(engine)) for engine in self.by_role[Role.DECODE]]
 
     async def stop(self) -> None:
         """End the checks."""
@@ -142,8 +159,16 @@ class Engines:
     async def _watch(self, engine: Engine) -> None:
         while True:
             await self.check(engine)
-            await self.introduce()
+            if engine.healthy:
+                for decode in self.by_role[Role.DECODE]:
+                    decode.news.set()
             await asyncio.sleep(self._settings.check_interval)
+
+    async def _introduce_all(self, decode: Engine) -> None:
+        while True:
+            await decode.news.wait()
+            decode.news.clear()
+            await self.introduce(decode)
 
     async def check(self, engine: Engine) -> None:
         """Check one engine once; never raises for anything that an engine does."""
@@ -168,31 +193,24 @@ class Engines:
         else:
             engine.passed(identities)
 
-    async def introduce(self) -> None:
-        """Tell healthy decode engines of the healthy prefill engines that are news to them; never raises for any of them."""
-        async with self._introducing:
-            prefills = frozenset(
-                one for engine in self.by_role[Role.PREFILL] if engine.healthy for one in engine.identities
-            )
-            for engine in self.by_role[Role.DECODE]:
-                engine.told &= prefills  # whoever comes back is news again
-            waiting = [e for e in self.by_role[Role.DECODE] if e.healthy and prefills - e.told]
-            await asyncio.gather(*(self._introduce(engine, prefills) for engine in waiting))
-
-    async def _introduce(self, engine: Engine, prefills: frozenset[Identity]) -> None:
-        addresses = sorted(shown_at(one.host, one.port) for one in prefills - engine.told)
+    async def introduce(self, decode: Engine) -> None:
+        """Tell a healthy decode engine of the healthy prefill engines that are news to it; never raises for what it does."""
+        prefills = frozenset(
+            one for engine in self.by_role[Role.PREFILL] if engine.healthy for one in engine.identities
+        )
+        decode.told &= prefills  # whoever comes back is news again
+        if not decode.healthy or prefills == decode.told:
+            return
+        addresses = sorted(shown_at(one.host, one.port) for one in prefills - decode.told)
         try:
-            for identity in engine.identities:
-                await self._send_probe(engine, identity, {"kvxfer_peers": addresses})
-        except asyncio.CancelledError:
-            raise
+            for identity in decode.identities:
+                await self._send_probe(decode, identity, {"kvxfer_peers": addresses})
+        except asyncio.TimeoutError:
+            decode.not_introduced(addresses, f"no answer within {self._settings.check_timeout:g} s")
         except Exception as error:  # noqa: BLE001 - its requests will connect it, and its next check says what is wrong
-            log.warning(
-                "decode engine %s could not be introduced to %s: %r; its first request will connect them",
-                engine.name, ", ".join(addresses), error,
-            )  # fmt: skip
+            decode.not_introduced(addresses, str(error) or type(error).__name__)
         else:
-            engine.told = prefills
+            decode.introduced(prefills)
 
     async def _probe(self, engine: Engine, identity: Identity) -> None:
         check_probe(identity, await self._send_probe(engine, identity, {}), engine.url.host or "")
