@@ -10,7 +10,8 @@ both legs are sent at once. Of each handoff:
 * *fence to report*: the same by kvxfer's own records, without the engines' steps: from the last chunk's fence as the mover
   saw it to the moment at which decode's mover was sure.
 
-Decode's answers are compared, too: each connector must have moved the same KV.
+Decode's answers are compared, too: each connector must have moved the same KV. A connector one of whose handoffs fails is
+begun anew, with new engines and all of its handoffs.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 _MODULE = "kvxfer.bench.stream_timed"
 _WARM_UP = 2
+_TURNS = 3  # for each connector: a first handoff of upstream's hangs when its handshake takes longer than 5 s
 _ENDED, _LOOK = 15.0, 0.02  # seconds for which a record may stay open, and between two looks
 
 
@@ -136,7 +138,16 @@ def run(
     samples: dict[str, list[Sample]] = {}
     answers: dict[str, list[tuple[int, ...]]] = {}
     for connector, (prefill, decode) in pairs.items():
-        samples[connector], answers[connector] = _measured(connector, prefill, decode, logs, settings)
+        for turn in range(1, _TURNS + 1):
+            try:
+                samples[connector], answers[connector] = _measured(
+                    connector, prefill, decode, logs / f"turn{turn}", settings
+                )
+                break
+            except KvxferError as error:
+                if turn == _TURNS:
+                    raise
+                say(f"{connector} is begun anew: {error}")
         say(line(connector, samples[connector]))
     first = answers[connectors[0]]
     found = {
