@@ -83,7 +83,8 @@ def test_what_is_nested_deeply_is_described_without_being_walked() -> None:
             parse(
                 D,
                 {**SINK, "transfer_id": None, key: value}
-                | ({"do_remote_prefill": False, "do_remote_decode": True} if key == "kvxfer_probe" else {}),
+                | ({"do_remote_prefill": False, "do_remote_decode": True} if key.startswith("kvxfer_") else {})
+                | ({"kvxfer_probe": True} if key == "kvxfer_peers" else {}),
             )
 
 

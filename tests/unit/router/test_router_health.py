@@ -205,14 +205,22 @@ async def introduced(engine, count):
     raise AssertionError(f"{count} introductions wanted, have {engine.introductions}")
 
 
+async def introduced_to(engine, *addresses):
+    """Wait until an engine has been told of all of these, and of each once."""
+    for _ in range(1000):
+        told = [one for introduction in engine.introductions for one in introduction]
+        if sorted(told) == sorted(addresses):
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"{addresses} wanted, have {engine.introductions}")
+
+
 def test_each_decode_engine_is_told_once_of_each_prefill_engine_and_no_prefill_engine_of_any():
     async def main():
         (p, d), p1, d1 = pair(), FakeEngine("kv_producer", "p1", port="5601"), FakeEngine("kv_consumer", "d1")
         async with routed([p, p1], [d, d1]):
             for decode in (d, d1):
-                while {one for told in decode.introductions for one in told} != {"127.0.0.1:5600", "127.0.0.1:5601"}:
-                    await asyncio.sleep(0.01)
-                assert sum(map(len, decode.introductions)) == 2
+                await introduced_to(decode, "127.0.0.1:5600", "127.0.0.1:5601")
             before = d.introductions + d1.introductions
             await asyncio.sleep(0.2)  # several checks
             assert d.introductions + d1.introductions == before
@@ -226,8 +234,7 @@ def test_a_wildcard_host_is_introduced_by_its_urls_and_ipv6_in_brackets():
         p, d = pair(host="0.0.0.0")
         p1 = FakeEngine("kv_producer", "p1", host="fd00::1", port="5601")
         async with routed([p, p1], [d]):
-            while {one for told in d.introductions for one in told} != {"127.0.0.1:5600", "[fd00::1]:5601"}:
-                await asyncio.sleep(0.01)
+            await introduced_to(d, "127.0.0.1:5600", "[fd00::1]:5601")
 
     run(main())
 
