@@ -112,7 +112,7 @@ class Demo:
             prompt_tokens=length,
             reference=self._reference[length].token_ids,
             answer=answer.token_ids,
-            bytes_expected=sum(cache.bytes_for(0, length) for cache in counters.caches),
+            bytes_expected=sum(cache.bytes_for(0, length - 1) for cache in counters.caches),
             bytes_moved=moved.bytes,
             descriptors=moved.descriptors,
             backends=moved.backends,

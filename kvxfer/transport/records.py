@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 if TYPE_CHECKING:
-    from kvxfer.protocol.actions import Note
     from kvxfer.protocol.ids import HandoffId
 
 
@@ -104,25 +103,6 @@ class RecordBook:
     def get(self, side: str, handoff: HandoffId) -> HandoffRecord | None:
         """Return the open record of a handoff, if there is one."""
         return self._open.get((side, handoff))
-
-    def note(self, note: Note, now: float) -> None:
-        """Record what a machine notes of a handoff."""
-        record = self.get(note.side, note.handoff)
-        if record is None:
-            return
-        times = record.times
-        match note.what:
-            case "expected" | "registered" | "sealed":
-                if getattr(times, note.what) is None:
-                    setattr(times, note.what, now)
-            case "chunk":
-                times.chunks_final.append(now)
-            case "served" | "cancelled" | "fencing" | "revoking" | "duplicate":
-                record.reason = note.detail
-                if note.detail != "done":
-                    record.outcome = note.what
-            case "expired" | "closed":  # ended, and the engine was owed nothing
-                self.end("source", note.handoff, note.what, note.detail, now)
 
     def end(self, side: str, handoff: HandoffId, outcome: str, reason: str, now: float) -> None:
         """Close a record: the engine has its blocks back."""
