@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import zlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from kvxfer.errors import RemoteProtocolError, TransportError
 from kvxfer.protocol.messages import Approach
@@ -58,8 +58,21 @@ class _Promise(NamedTuple):
     asked: float
 
 
+class Connector(Protocol):
+    """What makes the connections: the mover's ``Transfers``."""
+
+    def approach(self, peer: RankId) -> None:
+        """Connect a peer, or raise TransportError."""
+
+    def is_connected(self, peer: RankId) -> bool:
+        """Tell whether a peer is connected, with the keys that it has now."""
+
+    def lives(self, peer: RankId, asked: float) -> bool:
+        """Note that a peer has answered what was said at ``asked``, and tell whether that proves that it lives."""
+
+
 class Approaches:
-    """Of one mover, in its thread. ``connect`` makes a peer's connection, or raises TransportError.
+    """Of one mover, in its thread. ``counters`` has ``early_connections``.
 
     ``eager``: whether this rank connects whoever has a session; without it, it only answers.
     """
@@ -67,17 +80,17 @@ class Approaches:
     def __init__(
         self,
         me: RankId,
+        connector: Connector,
+        send: Callable[[RankId, Message], None],
+        counters: dict[str, int],
         *,
         eager: bool,
-        send: Callable[[RankId, Message], None],
-        connect: Callable[[RankId], None],
-        is_connected: Callable[[RankId], bool],
     ) -> None:
         self._me = me
-        self._eager = eager
+        self._connector = connector
         self._send = send
-        self._connect = connect
-        self._is_connected = is_connected
+        self._counters = counters
+        self._eager = eager
         self._retry = RETRY + zlib.crc32(me.agent.encode()) % 1000 / 1000
         self._wanted: dict[RankId, _Wanted] = {}
         self._invited: dict[RankId, float] = {}  # with the moment of the question
@@ -89,7 +102,7 @@ class Approaches:
 
     def up(self, peer: RankId, now: float) -> None:
         """Note that a session with a peer was opened."""
-        if self._eager and not self._is_connected(peer):
+        if self._eager and not self._connector.is_connected(peer):
             self._wanted[peer] = _Wanted(now)
 
     def lost(self, peer: RankId) -> None:
@@ -104,7 +117,8 @@ class Approaches:
                 self._promised[frm] = _Promise(now + PROMISE, message.asked)
                 self._send(frm, Approach("come", message.asked))
             case "come" if message.asked <= now:
-                self._invited[frm] = message.asked
+                if self._connector.lives(frm, message.asked):
+                    self._invited[frm] = message.asked
             case "done":
                 promise = self._promised.get(frm)
                 if promise is not None and promise.asked <= message.asked:  # else it is of an earlier question
@@ -136,15 +150,16 @@ class Approaches:
         """Tell whether to connect a peer that has answered what it was asked at ``asked``."""
         wanted = self._wanted.get(peer)
         fresh = wanted is not None and wanted.asked == asked and now - asked <= FRESH
-        return fresh and not self._is_connected(peer) and not self._waited_for(peer)
+        return fresh and not self._connector.is_connected(peer) and not self._waited_for(peer)
 
     def _call(self, peer: RankId) -> None:
         try:
-            self._connect(peer)
+            self._connector.approach(peer)
         except TransportError as error:
             logger.info("%s could not connect with %s, and asks again: %s", self._me, peer, error)
         else:
             del self._wanted[peer]
+            self._counters["early_connections"] += 1
 
     def _waited_for(self, peer: RankId) -> bool:
         """Tell whether somebody waits for us: of two that want each other, the one whose name comes first goes first."""
@@ -154,7 +169,7 @@ class Approaches:
         for peer, one in list(self._wanted.items()):
             if one.ask_at > now:
                 continue
-            if self._is_connected(peer) or one.tries >= TRIES:
+            if self._connector.is_connected(peer) or one.tries >= TRIES:
                 del self._wanted[peer]
                 continue
             one.ask_at, one.tries, one.asked = now + self._retry, one.tries + 1, now

@@ -110,9 +110,7 @@ class Mover(threading.Thread):
         """What the engine is owed, oldest first; the engine thread pops from the left."""
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.transfers = Transfers(rank, card, make_agent, clock)
-        self._approaches = Approaches(
-            rank, eager=settings.eager, send=send, connect=self._approach, is_connected=self.transfers.reach.is_loaded
-        )
+        self._approaches = Approaches(rank, self.transfers, send, self.counters, eager=settings.eager)
         self._refusals = Refusals(logger)
         self._send = send
         self._renewed = renewed
@@ -216,9 +214,8 @@ class Mover(threading.Thread):
             self._next_tick = now + TICK
             self._guarded(lambda now: self._run(self.source.tick(now)), now)
             self._guarded(lambda now: self._run(self.sink.tick(now)), now)
-        self._guarded(
-            self._approaches.act, now, self._revoking is None and not (self.transfers.in_flight or self._steps)
-        )
+        free = self._revoking is None and not (self.transfers.in_flight or self._steps)
+        self._guarded(self._approaches.act, now, free)
         return True
 
     def _needs_progress(self) -> bool:
@@ -371,11 +368,6 @@ class Mover(threading.Thread):
         else:
             self.transfers.lost(rank)
 
-    def _approach(self, rank: RankId) -> None:
-        """Make a peer's memory reachable before a handoff needs it."""
-        self.transfers.approach(rank)
-        self.counters["early_connections"] += 1
-
     def _ask_for_disturbance(self) -> None:
         if self.transfers.disturbed():
             self.source.suspend()
@@ -400,8 +392,7 @@ class Mover(threading.Thread):
             case messages.Failed():
                 yield from self.sink.failed(frm, message)
             case messages.Approach():
-                if message.what != "come" or self.transfers.reach.heard(frm, message.asked):
-                    self._approaches.heard(frm, message, now)
+                self._approaches.heard(frm, message, now)
             case _:
                 raise RemoteProtocolError(f"{frm} sent {type(message).__name__} to a mover")
 

@@ -12,8 +12,29 @@ from kvxfer.protocol.messages import Approach
 from kvxfer.transport.approaches import FRESH, PROMISE, TRIES, Approaches
 
 
+class Connector:
+    """A call about a rank fails the test unless that one makes progress."""
+
+    def __init__(self, room: Room, name: str) -> None:
+        self.room, self.name = room, name
+
+    def approach(self, peer: RankId) -> None:
+        room, called = self.room, peer.engine
+        assert called not in room.asleep, f"{self.name} is caught in a call about {called}, which sleeps"
+        assert room.ranks[called].promised(), f"{self.name} calls {called}, which makes no progress"
+        if (self.name, called) in room.refuse:
+            raise TransportError("no")
+        room.calls.append((self.name, called))
+
+    def is_connected(self, peer: RankId) -> bool:
+        return (self.name, peer.engine) in self.room.calls
+
+    def lives(self, peer: RankId, asked: float) -> bool:
+        return asked > self.room.doubt_since
+
+
 class Room:
-    """Some ranks that hear each other after ``lag`` seconds. A call about a rank fails the test unless that one makes progress."""
+    """Some ranks that hear each other after ``lag`` seconds."""
 
     def __init__(self, *names: str, eager: str = "", lag: float = 0.01) -> None:
         self.now = 100.0
@@ -21,6 +42,8 @@ class Room:
         self.busy: set[str] = set()
         self.asleep: set[str] = set()
         self.calls: list[tuple[str, str]] = []
+        self.doubt_since = 0.0
+        self.counters = {"early_connections": 0}
         self.said: list[tuple[str, str, str]] = []
         self.refuse: set[tuple[str, str]] = set()
         self._mail: list[tuple[float, str, str, Approach]] = []
@@ -32,20 +55,7 @@ class Room:
             self.said.append((name, to.engine, message.what))
             self._mail.append((self.now + self.lag, name, to.engine, message))
 
-        def connect(peer: RankId) -> None:
-            assert peer.engine not in self.asleep, f"{name} is caught in a call about {peer.engine}, which sleeps"
-            assert self.ranks[peer.engine].promised(), f"{name} calls {peer.engine}, which makes no progress"
-            if (name, peer.engine) in self.refuse:
-                raise TransportError("no")
-            self.calls.append((name, peer.engine))
-
-        return Approaches(
-            self.ids[name],
-            eager=eager,
-            send=send,
-            connect=connect,
-            is_connected=lambda peer: (name, peer.engine) in self.calls,
-        )
+        return Approaches(self.ids[name], Connector(self, name), send, self.counters, eager=eager)
 
     def meet(self, a: str, b: str) -> None:
         """Open a session between two."""
@@ -69,6 +79,7 @@ def test_a_rank_that_posts_connects_whoever_it_meets() -> None:
     room.meet("p", "d")
     room.run(1.0)
     assert room.calls == [("p", "d")]
+    assert room.counters == {"early_connections": 1}
     assert room.said == [("p", "d", "ask"), ("d", "p", "come"), ("p", "d", "done")]
     assert len(room.ranks["p"]) == 0
     assert not room.ranks["d"].promised(), "it need not make progress any more"
@@ -173,6 +184,19 @@ def test_an_answer_from_the_future_is_refused() -> None:
     room.run(0.005)
     with pytest.raises(RemoteProtocolError, match="has not asked yet"):
         room.ranks["p"].heard(room.ids["d"], Approach("come", room.now + 1.0), room.now)
+
+
+def test_an_answer_from_before_some_connection_broke_begins_nothing() -> None:
+    """NIXL does not say whose it was: whoever has not answered since may be dead."""
+    room = Room("p", "d", eager="p")
+    room.meet("p", "d")
+    room.run(0.005)
+    room.doubt_since = room.now
+    room.run(0.5)
+    assert ("d", "p", "come") in room.said
+    assert room.calls == []
+    room.run(3.0)
+    assert room.calls == [("p", "d")]
 
 
 def test_a_peer_that_is_lost_meanwhile_is_not_called() -> None:
