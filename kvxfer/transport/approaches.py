@@ -38,6 +38,9 @@ FRESH: Final = 1.0
 RETRY: Final = 1.0
 """Seconds between two questions to one peer, and a little more, which differs between ranks."""
 
+MOST: Final = 1024
+"""Peers that are promised progress at a time; whoever else asks is not answered, and asks again."""
+
 TRIES: Final = 20
 """Questions to one peer; then it is connected by its first handoff."""
 
@@ -106,14 +109,14 @@ class Approaches:
             self._wanted[peer] = _Wanted(now)
 
     def lost(self, peer: RankId) -> None:
-        """Note that it ended."""
-        for table in self._tables:
-            table.pop(peer, None)
+        """Note that it ended. What was promised is kept: the peer may not have noticed, and call."""
+        self._wanted.pop(peer, None)
+        self._invited.pop(peer, None)
 
     def heard(self, frm: RankId, message: Approach, now: float) -> None:
         """Handle what a peer says. Raises RemoteProtocolError when it answers what it was not asked."""
         match message.what:
-            case "ask":
+            case "ask" if frm in self._promised or len(self._promised) < MOST:
                 self._promised[frm] = _Promise(now + PROMISE, message.asked)
                 self._send(frm, Approach("come", message.asked))
             case "come" if message.asked <= now:
@@ -123,7 +126,7 @@ class Approaches:
                 promise = self._promised.get(frm)
                 if promise is not None and promise.asked <= message.asked:  # else it is of an earlier question
                     del self._promised[frm]
-            case _:
+            case "come":
                 raise RemoteProtocolError(f"{frm} answers what {self._me} has not asked yet")
 
     def act(self, now: float, free: bool) -> None:
