@@ -125,6 +125,10 @@ class Dialer:
             else:
                 self._greet(call, now)
 
+    def __iter__(self) -> Iterator[EngineAddress]:
+        """Iterate over who is called."""
+        return iter(self._calls)
+
     def __len__(self) -> int:
         """Return the number of calls under way."""
         return len(self._calls)

@@ -210,6 +210,11 @@ class Switchboard:
         return len(self._dialer) > 0
 
     @property
+    def calls(self) -> list[EngineAddress]:
+        """Whom is called now."""
+        return list(self._dialer)
+
+    @property
     def hurried(self) -> bool:
         """Whether ``tick`` is due often: a call is under way, or somebody is suspected of having ended."""
         return self.calling or len(self._suspects) > 0
