@@ -52,6 +52,10 @@ class Channel:
         """Connect an engine, soon."""
         self.call(lambda now: self.switchboard.call(address, now))
 
+    def keep(self, address: cmd.EngineAddress) -> None:
+        """Stay connected with an engine, soon."""
+        self.call(lambda now: self.switchboard.keep(address, now, lasting=True))
+
     def call(self, act: Callable[[float], None]) -> None:
         """Run ``act`` soon, in order."""
         self._todo.append(act)

@@ -181,6 +181,12 @@ def parallel_ranks(vllm_config: Any) -> tuple[int, int]:
     return get_tensor_model_parallel_rank(), get_pp_group().rank_in_group
 
 
+def posts(vllm_config: Any, mode: str) -> bool:
+    """Tell whether an engine's ranks post transfers: in push those of prefill, in pull those of decode."""
+    role = vllm_config.kv_transfer_config.kv_role
+    return bool(role != ("kv_consumer" if mode == "push" else "kv_producer"))
+
+
 def drop_params(request: Any) -> None:
     """Keep a request's kv_transfer_params out of what the scheduler sends to the workers at every new request.
 

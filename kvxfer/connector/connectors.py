@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
 from kvxfer.config import settings_from
-from kvxfer.connector import compat, plugin
+from kvxfer.connector import block_major, compat, plugin
 from kvxfer.connector.metadata import QuietPins, RankHandshake, StepMetadata
 from kvxfer.connector.scheduler import SchedulerHalf
 from kvxfer.connector.worker import WorkerHalf
@@ -118,6 +118,15 @@ class KvxferConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not 
         """See WorkerHalf."""
         self._in_worker().register_kv_caches(kv_caches)
 
+    @property
+    def prefer_cross_layer_blocks(self) -> bool:
+        """Ask for a block-major cache, up to vLLM 0.28."""
+        return block_major.prefers_cross_layers(self._vllm_config)
+
+    def register_cross_layers_kv_cache(self, kv_cache: Any, attn_backend: Any) -> None:
+        """Take a block-major cache, up to vLLM 0.28."""
+        self.register_kv_caches(block_major.layers_of(kv_cache, attn_backend, self._kv_cache_config))
+
     def get_handshake_metadata(self) -> RankHandshake | None:
         """Tell the scheduler half where this rank listens."""
         address = self._in_worker().address()
@@ -162,6 +171,11 @@ class KvxferConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not 
         for half in (self._scheduler, self._worker):
             if half is not None:
                 half.shutdown()
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """Ask for a block-major cache, since vLLM 0.29."""
+        return block_major.required_layout(vllm_config)
 
     @classmethod
     def build_prom_metrics(

@@ -10,16 +10,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvxfer.addresses import AddressError, check_host, is_wildcard
+from kvxfer.addresses import parse as parse_address
 from kvxfer.protocol.ids import MAX_ID_LENGTH, HandoffId, handoff_id
 from kvxfer.transport.commands import EngineAddress
+
+MAX_PEERS = 1024
+"""Engines that one probe may name."""
 
 
 @dataclass(frozen=True, slots=True)
 class SourceParams:
-    """Prefill leg: compute, and hand the KV over. A ``probe`` only wants the answer's address and hands nothing over."""
+    """Prefill leg: compute, and hand the KV over.
+
+    A ``probe`` hands nothing over: it only wants the answer's address, and names engines to be connected, ``peers``.
+    """
 
     handoff: HandoffId
     probe: bool
+    peers: tuple[EngineAddress, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +55,8 @@ def parse(request_id: str, params: object) -> SourceParams | SinkParams | None:
         raise ParamsError("do_remote_prefill and do_remote_decode are both true: a leg is one or the other")
     transfer = _text(params, "transfer_id")
     if decode:
-        return SourceParams(_handoff(request_id, transfer, None), _flag(params, "kvxfer_probe"))
+        probe = _flag(params, "kvxfer_probe")
+        return SourceParams(_handoff(request_id, transfer, None), probe, _peers(params) if probe else ())
     handoff = _handoff(request_id, transfer, _text(params, "remote_request_id"))
     host = _text(params, "remote_host")
     if not host:
@@ -74,6 +83,18 @@ def _handoff(request_id: str, transfer: str | None, remote_request_id: str | Non
             f"the request id is {_kind(request_id)}: at most {MAX_ID_LENGTH} of Unicode can name a handoff"
         )
     return handoff
+
+
+def _peers(params: dict[Any, Any]) -> tuple[EngineAddress, ...]:
+    peers = params.get("kvxfer_peers")
+    if peers is None:
+        return ()
+    if not isinstance(peers, list) or len(peers) > MAX_PEERS or not all(isinstance(peer, str) for peer in peers):
+        raise ParamsError(f"kvxfer_peers is {_kind(peers)}, not a list of at most {MAX_PEERS:,} control addresses")
+    try:
+        return tuple(EngineAddress(*address, "") for address in map(parse_address, peers))
+    except AddressError as error:
+        raise ParamsError(f"kvxfer_peers: {error}") from None
 
 
 def _flag(params: dict[Any, Any], key: str) -> bool:

@@ -25,7 +25,16 @@ from kvxfer.connector.params import ParamsError, SinkParams, SourceParams, parse
 from kvxfer.connector.pins import Pins
 from kvxfer.errors import RemoteProtocolError
 from kvxfer.protocol.messages import Directory, Report
-from kvxfer.transport.commands import LESS, SinkCancel, SinkOpen, SourceFinish, SourceProgress, SourceStart, Step
+from kvxfer.transport.commands import (
+    LESS,
+    EngineAddress,
+    SinkCancel,
+    SinkOpen,
+    SourceFinish,
+    SourceProgress,
+    SourceStart,
+    Step,
+)
 from kvxfer.transport.control import ControlChannel
 from kvxfer.transport.secret import load_secret
 
@@ -74,7 +83,7 @@ class SchedulerHalf:
     def __init__(self, vllm_config: Any, kv_cache_config: Any, mode: str, settings: Settings, me: RankId) -> None:
         self.mode = mode
         self.settings = settings
-        parallel = vllm_config.parallel_config
+        parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
         self._tp_size = parallel.tensor_parallel_size
         self._pp_size = parallel.pipeline_parallel_size
         self._block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
@@ -96,6 +105,9 @@ class SchedulerHalf:
         )
         self._announcer = Announcer(self.control, settings.leg_timeout)
         self.control.start()
+        if transfer.kv_role != "kv_producer":  # the scheduler process of a decode engine announces its requests
+            for host, peer_port in settings.peer_addresses:
+                self.control.keep(EngineAddress(host, peer_port, ""))
         logger.info("engine %s: control channel at %s", me.engine, shown_at(settings.control_host, port))
         if is_wildcard(settings.told_host):
             logger.warning(
@@ -136,7 +148,11 @@ class SchedulerHalf:
             case SinkParams():
                 self._sinks[request_id] = _Sink(params, now)
                 self._announcer.expect(params.handoff, request_id, params.source)
-            case SourceParams(handoff, probe) if not probe:
+            case SourceParams(probe=True, peers=peers):
+                self._step.introduced.extend(peers)  # to the workers, by way of this request's own step
+                for address in peers:
+                    self.control.keep(address, lasting=False)
+            case SourceParams(handoff):
                 self._sources[request_id] = _Source(handoff, request.num_prompt_tokens)
                 digests = compat.prompt_digests(request, *LESS)
                 self._step.started.append(SourceStart(handoff, request_id, request.num_prompt_tokens, now, digests))

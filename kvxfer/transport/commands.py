@@ -107,6 +107,7 @@ class SinkCancel:
 class Step:
     """What one engine step changes. An empty step is not sent.
 
+    ``introduced``: engines to stay connected with from now on.
     ``tokens``: preempted request → under what its blocks are kept for writes that still read them, see SourceQuiet.
     """
 
@@ -117,10 +118,12 @@ class Step:
     progress: list[SourceProgress] = field(default_factory=list)
     opened: list[SinkOpen] = field(default_factory=list)
     cancelled: list[SinkCancel] = field(default_factory=list)
+    introduced: list[EngineAddress] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         """Tell whether anything changed."""
-        return bool(self.preempted or self.started or self.finished or self.progress or self.opened or self.cancelled)
+        changes = self.preempted or self.started or self.finished or self.progress or self.opened or self.cancelled
+        return bool(changes or self.introduced)
 
 
 @dataclass(frozen=True, slots=True)
