@@ -61,7 +61,7 @@ def _calls(requests: Sequence[Reading]) -> Iterator[dict[str, Any]]:
 
 def spread(values: Sequence[float], digits: int = 1) -> dict[str, float]:
     """Mean, median and 90th percentile."""
-    tenths = statistics.quantiles(values, n=10) if len(values) > 1 else [values[0]] * 9
+    tenths = statistics.quantiles(values, n=10, method="inclusive") if len(values) > 1 else [values[0]] * 9
     found = {"mean": statistics.fmean(values), "median": statistics.median(values), "p90": tenths[8]}
     return {name: round(value, digits) for name, value in found.items()}
 

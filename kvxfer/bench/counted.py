@@ -5,7 +5,8 @@ differs. Which hooks there are is read off vLLM's base class. The scheduler's ha
 worker's half in the worker's, each into its own file (see ``calls``).
 
 What a connector makes the engine's threads do outside its own calls is counted as well, under ``METADATA``: vLLM pickles each
-step's connector metadata in the engine core and reads it in every worker. Here both are done once more, in the engine core, and timed.
+step's connector metadata in the engine core and reads it in every worker. Here both are done once more, in the engine core,
+and timed.
 """
 
 from __future__ import annotations

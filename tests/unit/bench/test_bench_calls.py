@@ -55,7 +55,7 @@ def test_calls_and_their_processor_time(tmp_path, connector):
     tally = read(tmp_path).tallies["worker", "work"]
     assert tally.calls == 2
     # Never less than what was used; how much more another process of the machine cannot make it: it is this thread's time.
-    assert 10e6 <= tally.ns + 2 * calls.tolls()[0] + 1e5
+    assert tally.ns + 2 * calls.tolls()[0] + 1e5 >= 10e6
 
 
 def test_waiting_is_not_counted(tmp_path, connector):

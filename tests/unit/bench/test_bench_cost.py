@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("aiohttp")
-from rich.console import Console  # noqa: E402
+from rich.console import Console
 
-from kvxfer.bench import cost  # noqa: E402
-from kvxfer.bench.calls import METADATA, STEP, Reading, Tally  # noqa: E402
-from kvxfer.bench.client import Completion  # noqa: E402
-from kvxfer.bench.cost import Measurement, Settings, specs_for  # noqa: E402
-from kvxfer.bench.cost_report import Verdict, as_json, side, verdicts  # noqa: E402
-from kvxfer.bench.cost_table import call_rows, show, sum_rows  # noqa: E402
-from kvxfer.bench.engines import engine_command, make_engine, named_connector  # noqa: E402
-from kvxfer.bench.handoffs import Pair  # noqa: E402
-from kvxfer.errors import ConfigError, KvxferError  # noqa: E402
+from kvxfer.bench import cost
+from kvxfer.bench.calls import METADATA, STEP, Reading, Tally
+from kvxfer.bench.client import Completion
+from kvxfer.bench.cost import Measurement, Settings, specs_for
+from kvxfer.bench.cost_report import Verdict, as_json, side, verdicts
+from kvxfer.bench.cost_table import call_rows, show, sum_rows
+from kvxfer.bench.engines import engine_command, make_engine, named_connector
+from kvxfer.bench.handoffs import Pair
+from kvxfer.errors import ConfigError, KvxferError
 
 MODEL = Path("/models/m")
 
