@@ -88,7 +88,7 @@ def engine(
     length_repeats: Annotated[int, typer.Option(help="Handoffs of each of those.", min=2)] = 20,
     rounds: Annotated[int, typer.Option(help="Windows of each kind.", min=1)] = 4,
     passes: Annotated[int, typer.Option(help="Turns in which each connector has its share of all that.", min=1)] = 2,
-    layers: Annotated[int, typer.Option(help="Layers of the model.", min=1)] = 28,
+    layers: Annotated[int, typer.Option(help="Layers of the model.", min=1)] = 4,
     logs: _Logs = None,
     python: _Python = sys.executable,
 ) -> None:

@@ -5,8 +5,8 @@ them take turns, ``passes`` times over, so that what changes on the machine mean
 the connector by vLLM is counted with its processor time in the calling thread (``counted``, ``calls``), on decode and on prefill:
 
 * *requests*: ``repeats`` handoffs of one length, sent as their proxies send them; their mean is the figure.
-* *lengths*: handoffs of that, a shorter and a longer length, of which the decode leg follows prefill's answer, in push too:
-  an engine that waits for somebody's computation makes a step every 1 to 1.3 ms, and that would measure how long prefill computes.
+* *lengths*: handoffs of that, a shorter and a longer length, whose decode leg follows prefill's answer, in push too: an
+  engine that waits for somebody's computation makes a step every 1 to 1.3 ms, and that would measure how long prefill computes.
 * *windows*: streams that decode by themselves, while nothing else goes on (``quiet``), while prefill computes prompts that nobody
   wants (``computing``), and while it computes them and hands them over (``handoffs``). Two engines on few cores disturb each
   other by computing alone, so handoffs are held against *computing*: what is slower there is what a counter of processor
@@ -67,7 +67,7 @@ class Settings:
     streams: int = 2
     stream_tokens: int = 400
     passes: int = 2
-    layers: int = 28
+    layers: int = 4
 
     def share(self, turn: int) -> Settings:
         """Return what one pass has of it; the passes' shares add up to the whole."""

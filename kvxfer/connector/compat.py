@@ -78,7 +78,9 @@ def prompt_digest(request: Any) -> bytes:
         getattr(request, "cache_salt", None),
         [feature.identifier for feature in getattr(request, "mm_features", None) or ()],
     )
-    digest = hashlib.sha256(_packed(list(tokens)))  # processors have instructions for it; it releases the interpreter's lock
+    digest = hashlib.sha256(
+        _packed(list(tokens))
+    )  # processors have instructions for it; it releases the interpreter's lock
     digest.update(repr(shaping).encode())
     return digest.digest()[:16]
 
