@@ -26,6 +26,7 @@ median time between tokens (or of a prefill) with handoffs by that without."""
 
 def side(requests: Sequence[Reading]) -> dict[str, Any]:
     """Sum up one engine's part in some requests: one reading for each, of what it counted for that request alone."""
+    requests = [one.settled(requests) for one in requests]
     totals = [one.microseconds(but=(METADATA,)) for one in requests]
     steps = sum(one.calls(SCHEDULER, STEP) for one in requests)
     count = len(requests)

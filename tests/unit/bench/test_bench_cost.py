@@ -14,7 +14,7 @@ from rich.console import Console
 from kvxfer.bench import cost
 from kvxfer.bench.calls import METADATA, STEP, Reading, Tally
 from kvxfer.bench.client import Completion
-from kvxfer.bench.cost import Measurement, Settings, specs_for
+from kvxfer.bench.cost import Findings, Measurement, Settings, specs_for
 from kvxfer.bench.cost_report import Verdict, as_json, side, verdicts
 from kvxfer.bench.cost_table import call_rows, show, sum_rows
 from kvxfer.bench.engines import engine_command, make_engine, named_connector
@@ -38,7 +38,7 @@ def request(scheduler_us, worker_us, steps, metadata_us=0.0):
 def test_a_side_is_summed_by_request_by_step_and_by_call():
     found = side([request(100, 300, 10, metadata_us=50), request(200, 600, 30), request(300, 900, 20)])
     assert found["requests"] == 3
-    assert found["us_per_request"] == {"mean": 800.0, "median": 800.0, "p90": 1360.0}
+    assert found["us_per_request"] == {"mean": 800.0, "median": 800.0, "p90": 1120.0}
     assert found["us_per_step"] == 40.0  # 2,400 µs in 60 steps
     assert found["steps_per_request"] == 20.0
     assert found["scheduler_us_per_request"] == 200.0
@@ -254,12 +254,18 @@ def test_a_measurement_attributes_each_request_what_was_counted_for_it(tmp_path,
         repeats=4, prompt=16, answer=3, lengths=(8, 32), length_repeats=2, rounds=2, streams=2, stream_tokens=5
     )
     directories = {where: tmp_path / where for where in ("decode", "prefill")}
-    found = asyncio.run(Measurement(pair, directories, settings).execute())
+    findings = Findings()
+    for turn in range(2):
+        share = dataclasses.replace(settings, passes=2).share(turn)
+        findings.add(asyncio.run(Measurement(pair, directories, share, turn * 1000).execute()))
+    found = findings.report()
     assert found["decode"]["requests"] == 4
     assert found["decode"]["us_per_request"] == {"mean": 100.0, "median": 100.0, "p90": 100.0}
     assert found["prefill"]["us_per_request"]["mean"] == 1000.0
     assert found["prefill"]["us_per_step"] == 500.0
-    assert {length: one["decode"]["requests"] for length, one in found["lengths"].items()} == {"8": 2, "32": 2}
+    assert {length: one["decode"]["requests"] for length, one in found["lengths"].items()} == {
+        "8": 2, "16": 2, "32": 2,
+    }  # fmt: skip
     windows = found["windows"]
     assert {name: one["tokens"] for name, one in windows.items()} == dict.fromkeys(cost.WINDOWS, 2 * 2 * 4)
     assert windows["quiet"]["prompts"] == 0
@@ -268,6 +274,73 @@ def test_a_measurement_attributes_each_request_what_was_counted_for_it(tmp_path,
     assert windows["handoffs"]["prefill_ms"]["median"] == 250.0
     of_prefill = [tokens for name, _, tokens, _ in prompts if name == "prefill"]
     assert len(set(of_prefill)) == len(of_prefill), "no prompt is computed twice: a prefix cache would answer it"
+
+
+@pytest.mark.parametrize("passes", [1, 2, 3])
+def test_the_shares_of_all_passes_are_the_whole(passes):
+    settings = Settings(repeats=50, length_repeats=20, rounds=4, passes=passes)
+    shares = [settings.share(turn) for turn in range(passes)]
+    for name in ("repeats", "length_repeats", "rounds"):
+        of_each = [getattr(share, name) for share in shares]
+        assert sum(of_each) == getattr(settings, name)
+        assert max(of_each) - min(of_each) <= 1
+    assert {(share.prompt, share.lengths, share.stream_tokens) for share in shares} == {
+        (settings.prompt, settings.lengths, settings.stream_tokens)
+    }
+
+
+class Turns:
+    """Takes the place of ``_turn``: fails as often as it is told to, and notes what it was asked."""
+
+    def __init__(self, failures):
+        self.failures, self.asked = failures, []
+
+    def __call__(self, connector, prefill, decode, logs, share, seed):
+        self.asked.append((connector, logs.name, share.repeats, seed))
+        if self.failures.get((connector, logs.name)):
+            raise KvxferError(f"{connector} hangs")
+        one = {"decode": request(50, 50, 1), "prefill": request(50, 50, 1)}
+        found = Findings(requests=[one] * share.repeats, lengths={8: [one], 32: [one]})
+        for window in found.windows.values():
+            window.gaps, window.prefills = [0.005] * 4, [1.0] * 2
+        return found
+
+
+@pytest.fixture
+def turns(monkeypatch):
+    made = Turns({})
+    monkeypatch.setattr(cost, "_turn", made)
+    monkeypatch.setattr(cost, "build", lambda _recipe: MODEL)
+    monkeypatch.setattr(cost, "versions", lambda _python: {})
+    return made
+
+
+def test_connectors_take_turns_and_a_turn_that_fails_is_begun_anew(tmp_path, turns):
+    turns.failures = {("upstream-push", "pass-2.1"): True}
+    said = []
+    result = cost.run(["push", "upstream-push"], tmp_path, "python", Settings(repeats=5, passes=2), say=said.append)
+    assert turns.asked == [
+        ("push", "pass-1.1", 3, 0), ("upstream-push", "pass-1.1", 3, 0),
+        ("push", "pass-2.1", 2, 100_000), ("upstream-push", "pass-2.1", 2, 100_000), ("upstream-push", "pass-2.2", 2, 100_000),
+    ]  # fmt: skip
+    found = result["connectors"]
+    assert {name: one["decode"]["requests"] for name, one in found.items()} == {"push": 5, "upstream-push": 5}
+    assert {name: one["failed"] for name, one in found.items()} == {
+        "push": [],
+        "upstream-push": ["upstream-push hangs"],
+    }
+    assert found["push"]["windows"]["handoffs"] | {"itl_ms": 0, "prefill_ms": 0} == {
+        "tokens": 8, "prompts": 4, "itl_ms": 0, "prefill_ms": 0,
+    }  # fmt: skip
+    assert any("hangs" in text for text in said)
+    json.dumps(result)
+
+
+def test_a_pair_that_always_fails_ends_the_run(tmp_path, turns):
+    turns.failures = {("push", f"pass-1.{tried}"): True for tried in range(1, 9)}
+    with pytest.raises(KvxferError, match="push hangs"):
+        cost.run(["push"], tmp_path, "python", Settings())
+    assert len(turns.asked) == 3
 
 
 def test_an_engine_that_never_rests_is_read_all_the_same(tmp_path, monkeypatch):
