@@ -8,7 +8,7 @@ import sys
 import tempfile
 from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -105,9 +105,12 @@ def engine(
             repeats=repeats, prompt=prompt, lengths=tuple(int(length) for length in lengths.split(",")),
             length_repeats=length_repeats, rounds=rounds, passes=passes, layers=layers,
         )  # fmt: skip
-        result = run(names, logs or _new_logs(), python, settings, say=typer.echo)
-        if json is not None:
-            write_json(json, result)
+
+        def keep(result: dict[str, Any]) -> None:
+            if json is not None:
+                write_json(json, result)
+
+        result = run(names, logs or _new_logs(), python, settings, say=typer.echo, keep=keep)
     show(Console(), result)
 
 

@@ -13,15 +13,16 @@ the connector by vLLM is counted with its processor time in the calling thread (
   time misses, such as a thread that keeps the interpreter's lock.
 
 The model has as many layers as asked for and is as thin as can be, so that both engines compute for a short time only: what
-a connector does depends on the number of blocks and layers, not on their size. A turn in which a handoff
-fails is left out, told of, and begun anew: upstream's first handoff hangs when its handshake takes longer than 5 s, as on a busy
-machine, and the engine goes on stepping for it.
+a connector does depends on the number of blocks and layers, not on their size. A pair in which a request fails is brought up
+anew and goes on with what is left, and that is told: upstream's first handoff hangs when its handshake takes longer than 5 s,
+as on a busy machine, and its engines go on stepping for it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -47,7 +48,7 @@ _MODULE = "kvxfer.bench.counted"
 _WARM_UP = 3
 _STREAM_PROMPT = 64
 _AT_REST, _REST_TIMEOUT = 0.06, 5.0  # seconds without a step, and how long to wait for that
-_TRIES = 3  # of a turn
+_FAILURES = 5  # in a turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +70,13 @@ class Settings:
     passes: int = 2
     layers: int = 4
 
-    def share(self, turn: int) -> Settings:
-        """Return what one pass has of it; the passes' shares add up to the whole."""
+    def until(self, turn: int) -> Settings:
+        """Return how much shall have been done after a pass, counted from 0; after the last one, all of it."""
         shares = {
-            name: getattr(self, name) // self.passes + (turn < getattr(self, name) % self.passes)
+            name: -(-getattr(self, name) * (turn + 1) // self.passes)
             for name in ("repeats", "length_repeats", "rounds")
         }
-        return dataclasses.replace(self, **shares, passes=1)
+        return dataclasses.replace(self, **shares)
 
     def recipe(self) -> Recipe:
         """Return the model."""
@@ -94,8 +95,9 @@ class Settings:
 
 @dataclass(slots=True)
 class Window:
-    """All windows of a kind: seconds between tokens, and of each prefill."""
+    """All windows of a kind: how many, seconds between tokens, and of each prefill."""
 
+    rounds: int = 0
     gaps: list[float] = field(default_factory=list)
     prefills: list[float] = field(default_factory=list)
 
@@ -112,7 +114,7 @@ class Window:
 class Findings:
     """What was read of one connector so far: of each request, what each engine counted for it.
 
-    ``failed``: why turns were left out.
+    ``failed``: why pairs were brought up anew.
     """
 
     failed: list[str] = field(default_factory=list)
@@ -120,16 +122,6 @@ class Findings:
     lengths: dict[int, list[Mapping[str, Reading]]] = field(default_factory=dict)
     windows: dict[str, Window] = field(default_factory=lambda: {name: Window() for name in WINDOWS})
     counters: list[dict[str, Any]] = field(default_factory=list)
-
-    def add(self, other: Findings) -> None:
-        """Take in what another turn found."""
-        self.requests += other.requests
-        for length, found in other.lengths.items():
-            self.lengths.setdefault(length, []).extend(found)
-        for name, window in other.windows.items():
-            self.windows[name].gaps += window.gaps
-            self.windows[name].prefills += window.prefills
-        self.counters += other.counters
 
     def report(self) -> dict[str, Any]:
         """What ``--json`` has of this connector."""
@@ -147,32 +139,38 @@ def _sides(requests: Sequence[Mapping[str, Reading]]) -> dict[str, Any]:
 
 
 class Measurement:
-    """One turn of one pair. ``seed`` makes its prompts others than those of other turns."""
+    """One life of a pair: does what is left of ``settings``, and adds to ``findings``.
 
-    def __init__(self, pair: Pair, counters: Mapping[str, Path], settings: Settings, seed: int = 0) -> None:
+    ``seed`` makes its prompts others than those of the lives before.
+    """
+
+    def __init__(
+        self, pair: Pair, counters: Mapping[str, Path], settings: Settings, findings: Findings, seed: int = 0
+    ) -> None:
         self._pair = pair
         self._counters = counters
         self._settings = settings
+        self._findings = findings
         self._prompts = seed
         self._ending = False
 
-    async def execute(self) -> Findings:
-        """Measure everything. Raises KvxferError when a request fails."""
-        settings, findings = self._settings, Findings()
-        await self._some(_WARM_UP, settings.prompt)
-        findings.requests += await self._some(settings.repeats, settings.prompt)
-        for length in sorted({settings.prompt, *settings.lengths}):
-            found = findings.lengths.setdefault(length, [])
-            found += await self._some(settings.length_repeats, length, follow=True)
-        for _ in range(settings.rounds):
-            for name in WINDOWS:
-                await self._window(name, findings.windows[name])
+    async def execute(self) -> None:
+        """Measure. Raises KvxferError when a request fails; what was found before that is kept."""
+        settings, findings = self._settings, self._findings
         for where, directory in self._counters.items():
             findings.counters += [{"engine": where, **header} for header in headers(directory)]
-        return findings
-
-    async def _some(self, count: int, length: int, *, follow: bool = False) -> list[dict[str, Reading]]:
-        return [await self._one(length, follow=follow) for _ in range(count)]
+        for _ in range(_WARM_UP):
+            await self._one(settings.prompt)
+        while len(findings.requests) < settings.repeats:
+            findings.requests.append(await self._one(settings.prompt))
+        for length in sorted({settings.prompt, *settings.lengths}):
+            found = findings.lengths.setdefault(length, [])
+            while len(found) < settings.length_repeats:
+                found.append(await self._one(length, follow=True))
+        while (name := min(WINDOWS, key=lambda name: findings.windows[name].rounds)) and (
+            findings.windows[name].rounds < settings.rounds
+        ):
+            await self._window(name, findings.windows[name])
 
     async def _one(self, length: int, *, follow: bool = False) -> dict[str, Reading]:
         """Hand one prompt over, and return what each engine counted for it."""
@@ -211,6 +209,7 @@ class Measurement:
             if busy is not None:
                 self._ending = True
                 await busy
+        window.rounds += 1
         await self._at_rest()
 
     async def _again_and_again(self, action: Callable[[], Awaitable[float]], window: Window) -> None:
@@ -247,27 +246,42 @@ def run(
     settings: Settings,
     *,
     say: Callable[[str], None] = lambda _: None,
+    keep: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Measure each connector; what ``--json`` writes."""
+    """Measure each connector; what ``--json`` writes. ``keep`` is given what is known after each turn."""
     model = build(settings.recipe())
     pairs = {connector: specs_for(connector, model, python) for connector in connectors}
     findings = {connector: Findings() for connector in connectors}
+    lives = itertools.count(1)
     for turn in range(settings.passes):
         for connector, (prefill, decode) in pairs.items():
-            say(f"pass {turn + 1} of {settings.passes}: {connector}")
-            for tried in range(1, _TRIES + 1):
-                where = logs / f"pass-{turn + 1}.{tried}"
+            one = findings[connector]
+            for failures in range(_FAILURES + 1):
+                life = next(lives)
+                say(f"pass {turn + 1} of {settings.passes}: {connector}")
                 try:
-                    one = _turn(connector, prefill, decode, where, settings.share(turn), turn * 100_000)
-                except KvxferError as error:
-                    say(f"failed: {error}")
-                    findings[connector].failed.append(str(error))
-                    if tried == _TRIES:
-                        raise
-                else:
-                    findings[connector].add(one)
+                    _live(
+                        connector,
+                        prefill,
+                        decode,
+                        logs / f"{life}-{connector}",
+                        settings.until(turn),
+                        one,
+                        life * 100_000,
+                    )
                     break
-    found = {connector: one.report() for connector, one in findings.items()}
+                except KvxferError as error:
+                    if failures == _FAILURES:
+                        raise
+                    say(f"failed: {error}")
+                    one.failed.append(str(error))
+            keep(_result(findings, settings, python))
+    return _result(findings, settings, python)
+
+
+def _result(findings: Mapping[str, Findings], settings: Settings, python: str) -> dict[str, Any]:
+    """Report on all connectors that have had a turn."""
+    found = {connector: one.report() for connector, one in findings.items() if one.lengths}
     return {
         "connectors": found,
         "bounds": as_json(verdicts(found)),
@@ -277,18 +291,26 @@ def run(
     }
 
 
-def _turn(connector: str, prefill: EngineSpec, decode: EngineSpec, logs: Path, share: Settings, seed: int) -> Findings:
-    """Bring one pair up, measure its share, and take it down."""
-    counters = {where: logs / "calls" / spec.name for where, spec in (("decode", decode), ("prefill", prefill))}
+def _live(
+    connector: str,
+    prefill: EngineSpec,
+    decode: EngineSpec,
+    logs: Path,
+    settings: Settings,
+    findings: Findings,
+    seed: int,
+) -> None:
+    """Bring one pair up, measure what is left to be measured, and take it down."""
+    counters = {where: logs / "calls" / where for where in SIDES}
     ports = free_ports(4)
     first, second = (
         make_engine(dataclasses.replace(spec, environment={DIRECTORY: str(counters[where])}), logs, ports[at : at + 2])
         for where, spec, at in (("prefill", prefill, 0), ("decode", decode, 2))
     )
 
-    async def measure() -> Findings:
+    async def measure() -> None:
         async with Pair(named_connector(connector)[0], first, second) as pair:
-            return await Measurement(pair, counters, share, seed).execute()
+            await Measurement(pair, counters, settings, findings, seed).execute()
 
     with running(first.server, second.server):
-        return asyncio.run(measure())
+        asyncio.run(measure())

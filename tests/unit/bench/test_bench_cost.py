@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import itertools
 import json
 from io import StringIO
 from pathlib import Path
@@ -256,8 +257,9 @@ def test_a_measurement_attributes_each_request_what_was_counted_for_it(tmp_path,
     directories = {where: tmp_path / where for where in ("decode", "prefill")}
     findings = Findings()
     for turn in range(2):
-        share = dataclasses.replace(settings, passes=2).share(turn)
-        findings.add(asyncio.run(Measurement(pair, directories, share, turn * 1000).execute()))
+        until = dataclasses.replace(settings, passes=2).until(turn)
+        asyncio.run(Measurement(pair, directories, until, findings, turn * 1000).execute())
+        assert len(findings.requests) == 2 * (turn + 1)
     found = findings.report()
     assert found["decode"]["requests"] == 4
     assert found["decode"]["us_per_request"] == {"mean": 100.0, "median": 100.0, "p90": 100.0}
@@ -277,70 +279,99 @@ def test_a_measurement_attributes_each_request_what_was_counted_for_it(tmp_path,
 
 
 @pytest.mark.parametrize("passes", [1, 2, 3])
-def test_the_shares_of_all_passes_are_the_whole(passes):
+def test_passes_have_equal_shares_and_the_last_one_ends_it(passes):
     settings = Settings(repeats=50, length_repeats=20, rounds=4, passes=passes)
-    shares = [settings.share(turn) for turn in range(passes)]
     for name in ("repeats", "length_repeats", "rounds"):
-        of_each = [getattr(share, name) for share in shares]
-        assert sum(of_each) == getattr(settings, name)
-        assert max(of_each) - min(of_each) <= 1
-    assert {(share.prompt, share.lengths, share.stream_tokens) for share in shares} == {
-        (settings.prompt, settings.lengths, settings.stream_tokens)
-    }
+        reached = [0, *(getattr(settings.until(turn), name) for turn in range(passes))]
+        assert reached[-1] == getattr(settings, name)
+        shares = [after - before for before, after in itertools.pairwise(reached)]
+        assert max(shares) - min(shares) <= 1
 
 
-class Turns:
-    """Takes the place of ``_turn``: fails as often as it is told to, and notes what it was asked."""
+class Lives:
+    """Takes the place of ``_live``: finds what it is asked for, or a part of it and fails, as often as it is told to."""
 
-    def __init__(self, failures):
-        self.failures, self.asked = failures, []
+    def __init__(self):
+        self.failures, self.asked = [], []
 
-    def __call__(self, connector, prefill, decode, logs, share, seed):
-        self.asked.append((connector, logs.name, share.repeats, seed))
-        if self.failures.get((connector, logs.name)):
-            raise KvxferError(f"{connector} hangs")
+    def __call__(self, connector, prefill, decode, logs, settings, findings, seed):
+        self.asked.append((connector, logs.name, settings.repeats, seed))
         one = {"decode": request(50, 50, 1), "prefill": request(50, 50, 1)}
-        found = Findings(requests=[one] * share.repeats, lengths={8: [one], 32: [one]})
-        for window in found.windows.values():
+        fails = (connector, len(self.asked)) in self.failures
+        missing = settings.repeats - len(findings.requests)
+        findings.requests += [one] * (1 if fails else missing)
+        if fails:
+            raise KvxferError(f"{connector} hangs")
+        findings.lengths = {8: [one], 32: [one]}
+        for window in findings.windows.values():
             window.gaps, window.prefills = [0.005] * 4, [1.0] * 2
-        return found
 
 
 @pytest.fixture
-def turns(monkeypatch):
-    made = Turns({})
-    monkeypatch.setattr(cost, "_turn", made)
+def lives(monkeypatch):
+    made = Lives()
+    monkeypatch.setattr(cost, "_live", made)
     monkeypatch.setattr(cost, "build", lambda _recipe: MODEL)
     monkeypatch.setattr(cost, "versions", lambda _python: {})
     return made
 
 
-def test_connectors_take_turns_and_a_turn_that_fails_is_begun_anew(tmp_path, turns):
-    turns.failures = {("upstream-push", "pass-2.1"): True}
-    said = []
-    result = cost.run(["push", "upstream-push"], tmp_path, "python", Settings(repeats=5, passes=2), say=said.append)
-    assert turns.asked == [
-        ("push", "pass-1.1", 3, 0), ("upstream-push", "pass-1.1", 3, 0),
-        ("push", "pass-2.1", 2, 100_000), ("upstream-push", "pass-2.1", 2, 100_000), ("upstream-push", "pass-2.2", 2, 100_000),
+def test_connectors_take_turns_and_a_pair_that_fails_goes_on_anew(tmp_path, lives):
+    lives.failures = [("upstream-push", 4)]
+    said, kept = [], []
+    settings = Settings(repeats=6, passes=2)
+    result = cost.run(["push", "upstream-push"], tmp_path, "python", settings, say=said.append, keep=kept.append)
+    assert [sorted(one["connectors"]) for one in kept] == [["push"], *[["push", "upstream-push"]] * 3]
+    assert kept[-1] == result
+    assert lives.asked == [
+        ("push", "1-push", 3, 100_000), ("upstream-push", "2-upstream-push", 3, 200_000),
+        ("push", "3-push", 6, 300_000), ("upstream-push", "4-upstream-push", 6, 400_000),
+        ("upstream-push", "5-upstream-push", 6, 500_000),
     ]  # fmt: skip
     found = result["connectors"]
-    assert {name: one["decode"]["requests"] for name, one in found.items()} == {"push": 5, "upstream-push": 5}
+    assert {name: one["decode"]["requests"] for name, one in found.items()} == {"push": 6, "upstream-push": 6}
     assert {name: one["failed"] for name, one in found.items()} == {
         "push": [],
         "upstream-push": ["upstream-push hangs"],
     }
-    assert found["push"]["windows"]["handoffs"] | {"itl_ms": 0, "prefill_ms": 0} == {
-        "tokens": 8, "prompts": 4, "itl_ms": 0, "prefill_ms": 0,
-    }  # fmt: skip
     assert any("hangs" in text for text in said)
     json.dumps(result)
 
 
-def test_a_pair_that_always_fails_ends_the_run(tmp_path, turns):
-    turns.failures = {("push", f"pass-1.{tried}"): True for tried in range(1, 9)}
+def test_a_pair_that_always_fails_ends_the_run(tmp_path, lives):
+    lives.failures = [("push", life) for life in range(1, 20)]
     with pytest.raises(KvxferError, match="push hangs"):
         cost.run(["push"], tmp_path, "python", Settings())
-    assert len(turns.asked) == 3
+    assert len(lives.asked) == 6
+
+
+def test_what_was_found_before_a_request_failed_is_kept_and_not_done_again(tmp_path, monkeypatch):
+    pair, log = fake_pair("pull", tmp_path, {})
+    still = request(1, 1, 1)
+    monkeypatch.setattr(cost, "read", lambda _directory: still)
+    monkeypatch.setattr(cost, "headers", lambda _directory: [])
+    monkeypatch.setattr(cost, "_AT_REST", 0.001)
+    monkeypatch.setattr(cost, "_WARM_UP", 1)
+    settings = Settings(repeats=3, prompt=4, answer=2, lengths=(2, 8), length_repeats=1, rounds=1, stream_tokens=3)
+    findings = Findings()
+    good = pair.to_decode.complete
+    asked = itertools.count(1)
+
+    async def failing(*args, **more):
+        if next(asked) == 3:
+            raise KvxferError("lost")
+        return await good(*args, **more)
+
+    pair.to_decode.complete = failing
+    with pytest.raises(KvxferError, match="lost"):
+        asyncio.run(Measurement(pair, {"decode": tmp_path, "prefill": tmp_path}, settings, findings).execute())
+    assert len(findings.requests) == 1
+    assert not findings.lengths
+    log.clear()
+    asyncio.run(Measurement(pair, {"decode": tmp_path, "prefill": tmp_path}, settings, findings, 1000).execute())
+    assert len(findings.requests) == 3
+    assert {length: len(found) for length, found in findings.lengths.items()} == {2: 1, 4: 1, 8: 1}
+    assert {window.rounds for window in findings.windows.values()} == {1}
 
 
 def test_an_engine_that_never_rests_is_read_all_the_same(tmp_path, monkeypatch):
@@ -349,5 +380,5 @@ def test_an_engine_that_never_rests_is_read_all_the_same(tmp_path, monkeypatch):
     monkeypatch.setattr(cost, "read", lambda _directory: request(1, 1, next(steps)))
     monkeypatch.setattr(cost, "_AT_REST", 0.001)
     monkeypatch.setattr(cost, "_REST_TIMEOUT", 0.01)
-    measurement = Measurement(pair, {"decode": tmp_path}, Settings())
+    measurement = Measurement(pair, {"decode": tmp_path}, Settings(), Findings())
     assert asyncio.run(measurement._one(4))["decode"].calls("scheduler", STEP) > 0
