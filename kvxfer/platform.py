@@ -18,7 +18,8 @@ from kvxfer.errors import PlatformError
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from kvxfer.layout.blocks import CacheLayout
+    from kvxfer.layout.maps import CacheMap
+    from kvxfer.layout.repack import Call
 
 ENTRY_POINTS = "kvxfer.platforms"
 
@@ -39,18 +40,41 @@ class Presence:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """The layers under one block table (a KV cache group of vLLM's), as its configuration describes them.
+
+    ``layers`` are (name, the model's index), in the model's order. ``heads`` are the model's KV heads that this rank holds, by
+    their index, of ``total_heads``; a model that keeps one latent for all heads has one. ``head_size`` in elements.
+    ``window`` is how many positions a sliding window looks back. ``kind`` is the class of vLLM's cache specification.
+    """
+
+    layers: tuple[tuple[str, int], ...]
+    block_size: int
+    heads: tuple[int, ...]
+    total_heads: int
+    head_size: int
+    kind: str = "FullAttentionSpec"
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Geometry:
     """What vLLM's configuration says of this rank's cache, beside the tensors themselves.
 
-    ``block_size`` in tokens, ``kv_heads`` of this rank, ``cache_dtype`` as vLLM names it (``auto`` follows the model).
+    ``cache_dtype`` as vLLM names it (``auto`` follows the model). ``attention_backends`` are empty where vLLM does not tell.
     """
 
-    block_size: int
+    groups: tuple[LayerGroup, ...]
     num_blocks: int
-    kv_heads: int
-    head_dim: int
     cache_dtype: str
-    attention_backends: tuple[str, ...]
+    attention_backends: tuple[str, ...] = ()
+
+
+class Staging(Protocol):
+    """Memory of a platform's, for as long as it is referred to."""
+
+    address: int
+    size: int
 
 
 class Platform(ABC):
@@ -70,12 +94,25 @@ class Platform(ABC):
         """Return what must be in the environment before the runtime starts; what is set already is respected."""
 
     @abstractmethod
-    def describe(self, caches: Mapping[str, Any], geometry: Geometry) -> CacheLayout:
-        """Say where the blocks lie and what is inside them.
+    def describe(self, caches: Mapping[str, Any], geometry: Geometry) -> CacheMap:
+        """Say where the blocks lie and what is inside them (``kvxfer.layout.describe`` does most of it).
 
-        ``caches`` maps layer names to the tensors that vLLM allocated, in the order of the layers. Raises PlatformError when
-        the tensors are not laid out in a way that this platform knows, naming layer, shape and strides.
+        ``caches`` maps layer names to the tensors that vLLM allocated. The map names as ``spans`` what is to be registered.
+        Raises PlatformError when the tensors are not laid out in a way that this platform knows, naming layer, shape and strides.
         """
+
+    offers: ClassVar[tuple[tuple[str, str], ...]] = ()
+    """Pairs of block interiors between which this platform moves tokens in its own memory (``kvxfer.layout.repack``)."""
+
+    def staging(self, size: int, device: int) -> Staging:
+        """Allocate memory in which received blocks wait to be re-packed. Only asked of platforms that offer it."""
+        raise PlatformError(
+            f"platform {self.name!r} does not re-pack, and has no memory of {size:,} bytes for it ({device=})"
+        )
+
+    def repack(self, call: Call) -> Fence:
+        """Move tokens as ``call`` says; the fence passes when they are in their blocks. Only asked of platforms that offer it."""
+        raise PlatformError(f"platform {self.name!r} does not re-pack {call.pairing}")
 
     @abstractmethod
     def pci_address(self, device: int) -> str | None:

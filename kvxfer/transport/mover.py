@@ -41,8 +41,10 @@ from kvxfer.transport import commands as cmd
 from kvxfer.transport.mover_settings import COUNTERS, LINGER, TICK, MoverSettings, Renewed
 from kvxfer.transport.openings import Openings
 from kvxfer.transport.reach import NotNowError
+from kvxfer.transport.recorder import Recorder
 from kvxfer.transport.records import RecordBook
 from kvxfer.transport.refusals import Refusals
+from kvxfer.transport.staging import Staging, Wanted
 from kvxfer.transport.steps import Steps
 from kvxfer.transport.threads import Round, run_on
 from kvxfer.transport.transfers import InFlight, Transfers
@@ -50,8 +52,10 @@ from kvxfer.transport.transfers import InFlight, Transfers
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
-    from kvxfer.layout.blocks import CacheLayout
-    from kvxfer.protocol.ids import RankId
+    from kvxfer.layout.card import RankCard
+    from kvxfer.layout.repack import Call
+    from kvxfer.platform import Fence
+    from kvxfer.protocol.ids import HandoffId, RankId
     from kvxfer.transport.agent import Agent
 
 __all__ = ["TICK", "Mover", "MoverSettings"]
@@ -70,7 +74,7 @@ class Mover(threading.Thread):
     def __init__(
         self,
         rank: RankId,
-        layout: CacheLayout,
+        card: RankCard,
         make_agent: Callable[[], Agent],
         settings: MoverSettings,
         send: Callable[[RankId, messages.Message], None],
@@ -78,13 +82,14 @@ class Mover(threading.Thread):
         cpus: Collection[int] | None = None,
         clock: Callable[[], float] = time.monotonic,
         renewed: Renewed = lambda _metadata, *, anew: None,  # noqa: ARG005
+        repack: Callable[[Call], Fence] | None = None,
     ) -> None:
         super().__init__(name=f"kvxfer-mover-{rank.rank}", daemon=True)
         self.rank = rank
-        self.layout = layout
+        self.cache = card.cache
         self.settings = settings
         self.source = Source(
-            layout.block_size,
+            card.cache.block_size,
             stream=settings.stream,
             leg_timeout=settings.leg_timeout,
             lease=settings.pull_lease,
@@ -93,17 +98,17 @@ class Mover(threading.Thread):
             transfer_limit=settings.transfer_limit,
         )
         self.sink = Sink(
-            layout.block_size,
             drain_bound=settings.drain_bound,
             renew_after=settings.pull_lease / 4,
             transfer_limit=settings.transfer_limit,
             revoke=settings.revoke,
         )
         self.records = RecordBook(settings.records)
+        self._recorder = Recorder(self.records, rank.rank, settings.mode, card.cache)
         self.results: deque[SourceFinished | SinkFinished | SourceQuiet] = deque()
         """What the engine is owed, oldest first; the engine thread pops from the left."""
         self.counters = dict.fromkeys(COUNTERS, 0)
-        self.transfers = Transfers(rank, layout, make_agent, clock)
+        self.transfers = Transfers(rank, card, make_agent, clock)
         self._refusals = Refusals(logger)
         self._send = send
         self._renewed = renewed
@@ -113,8 +118,10 @@ class Mover(threading.Thread):
         self._ready = threading.Event()
         self._start_error: BaseException | None = None
         self._revoking: float | None = None
+        self._slotless: dict[HandoffId, tuple[RankId, ...]] = {}  # for slots
         self._steps = Steps()
         self._openings = Openings(connect)
+        self._staging = Staging(repack)
         self._next_tick = 0.0
         self._linger_until = 0.0
         self._round = Round()
@@ -202,6 +209,7 @@ class Mover(threading.Thread):
                 return False
         now = self._clock()
         self._guarded(self._act_on_fences, now)
+        self._guarded(self._act_on_staging, now)
         for one, failed in terminal:
             self._guarded(self._act_on_terminal, one, failed, now)
         for frm, packed in notifications:
@@ -220,7 +228,7 @@ class Mover(threading.Thread):
         """Seconds to sleep in the mailbox; None for as long as nothing comes."""
         if self._revoking is not None:
             return self.settings.poll if self.transfers.in_flight else TICK
-        if self.transfers.in_flight or self._steps or self._needs_progress():
+        if self.transfers.in_flight or self._steps or self._needs_progress() or self._staging.packing():
             return self.settings.poll
         return TICK if len(self.source) or len(self.sink) else None
 
@@ -269,7 +277,7 @@ class Mover(threading.Thread):
                     self._openings.again(address)  # its sessions have ended meanwhile
                     return
                 for handoff in self._openings.connected(address, ranks):
-                    self._run(self.sink.connected(handoff, ranks, now))
+                    self._register(handoff, ranks, now)
             case cmd.Unreachable(address, reason):
                 for handoff in self._openings.unreachable(address):
                     self._run(self.sink.unreachable(handoff, reason))
@@ -289,20 +297,14 @@ class Mover(threading.Thread):
         for request_id in step.preempted:
             self._run(self.source.preempt(request_id, now, step.tokens.get(request_id, 0)))
         for start in step.started:
-            record = self.records.open("source", start.handoff, self.rank.rank, self.settings.mode)
-            record.request_id, record.backend = record.request_id or start.request_id, self.transfers.backend
-            record.times.expected = record.times.expected or start.heard
+            self._recorder.started(start, self.transfers.backend)
             self._run(self.source.start(start.handoff, start.request_id, start.prompt_tokens, now, start.prompt))
         for opened in step.opened:
             if self.sink.state(opened.handoff) is not None:
                 # Two requests claim one handoff. The second is refused, and nothing of the first is touched.
                 self.results.extend(self._opening(opened, now))  # type: ignore[arg-type]  # SinkFinished only
                 continue
-            record = self.records.open("sink", opened.handoff, self.rank.rank, self.settings.mode)
-            record.request_id, record.backend = opened.request_id, self.transfers.backend
-            record.tokens = opened.end - opened.start
-            record.blocks = self.layout.blocks_for(opened.start, opened.end)
-            record.times.expected, record.times.allocated = opened.heard, opened.allocated
+            self._recorder.opened(opened, self.transfers.backend)
             self._run(self._opening(opened, now))
             self._openings.open(opened.handoff, opened.source)
         for cancel in step.cancelled:
@@ -326,7 +328,33 @@ class Mover(threading.Thread):
                 continue  # cancelled or refused meanwhile
             ranks = self._openings.fenced(opened.handoff)
             if ranks is not None:
-                self._run(self.sink.connected(opened.handoff, ranks, now))
+                self._register(opened.handoff, ranks, now)
+
+    def _register(self, handoff: HandoffId, ranks: tuple[RankId, ...], now: float) -> None:
+        """Register a sink with its source's ranks, once it has the slots that it needs to be received, if any."""
+        try:
+            routes = {rank: self.transfers.route(rank, inward=True) for rank in ranks}
+            staged = self._staging.take(self._wanted(handoff), routes)
+        except TransportError as error:
+            self._run(self.sink.unreachable(handoff, str(error)))
+            return
+        if staged is None:
+            self._slotless[handoff] = ranks
+        else:
+            self._run(self.sink.connected(handoff, ranks, now, staged))
+
+    def _wanted(self, handoff: HandoffId) -> Wanted:
+        start, end, blocks = self.sink.span(handoff)
+        return Wanted(handoff, (start, end), blocks, self.cache.block_size)
+
+    def _act_on_staging(self, now: float) -> None:
+        for done in self._staging.packed():
+            self._finish(done)
+        while (handoff := self._staging.ready()) is not None:
+            before = len(self._slotless)
+            self._register(handoff, self._slotless.pop(handoff), now)
+            if len(self._slotless) == before:
+                return
 
     def _lose(self, rank: RankId, reason: str, granted_until: float, now: float, *, dead: bool = False) -> None:
         self._run(self.sink.peer_lost(rank, reason, granted_until, now, dead=dead))
@@ -398,9 +426,7 @@ class Mover(threading.Thread):
 
     def _act_on_terminal(self, one: InFlight, failed: bool, now: float) -> None:
         self.transfers.ended(one)
-        record = self.records.get(one.side, one.handoff)
-        if record is not None:
-            record.times.last_byte = now
+        self._recorder.terminal(one, now)
         if failed:
             self._post_failed(one.side, one.number, f"NIXL reports an error towards {one.peer}", now)
         elif one.side == "source":
@@ -416,9 +442,7 @@ class Mover(threading.Thread):
 
     def _act_on_notification(self, frm: str, packed: bytes, now: float) -> None:
         written = messages.unpack_written(packed)
-        record = self.records.get("sink", written.handoff)
-        if record is not None:
-            record.times.notified = now
+        self._recorder.notified(written.handoff, now)
         self._run(self.sink.written(frm, written))
 
     # --- actions ----------------------------------------------------------------------------------------------------
@@ -432,46 +456,25 @@ class Mover(threading.Thread):
                     self._send(to, message)
                 case PostWrite() | PostRead():
                     self._post_transfer(action)
-                case SourceFinished() | SinkFinished():
+                case SourceFinished():
                     self._finish(action)
+                case SinkFinished():
+                    self._slotless.pop(action.handoff, None)
+                    if not self._staging.received(action):
+                        self._finish(action)
                 case SourceQuiet():
                     self.results.append(action)
                 case Revoke(reason):
                     logger.warning("%s revokes the keys of its memory: %s", self.rank, reason)
                     self._revoking = now if self._revoking is None else self._revoking
                 case Note():
-                    self._note(action)
+                    self._recorder.note(action, now)
 
     def _finish(self, action: SourceFinished | SinkFinished) -> None:
-        side = "source" if isinstance(action, SourceFinished) else "sink"
-        record = self.records.get(side, action.handoff)
-        reason = getattr(action, "reason", None) or (record.reason if record else "")
-        outcome = "failed" if getattr(action, "reason", None) else (record.outcome if record else "open")
-        if side == "sink":
+        if isinstance(action, SinkFinished):
             self._openings.closed(action.handoff)
-        # Recorded first: whoever sees the engine's answer may look at the record.
-        self.records.end(side, action.handoff, "done" if outcome == "open" else outcome, reason, self._clock())
+        self._recorder.ended(action, self._clock())  # first: whoever sees the engine's answer may look at the record
         self.results.append(action)
-
-    def _note(self, note: Note) -> None:
-        if note.side == "source" and note.what in ("expected", "registered"):
-            self.records.open("source", note.handoff, self.rank.rank, self.settings.mode)
-        record = self.records.get(note.side, note.handoff)
-        if record is None:
-            return
-        now, times = self._clock(), record.times
-        match note.what:
-            case "expected" | "registered" | "sealed":
-                if getattr(times, note.what) is None:
-                    setattr(times, note.what, now)
-            case "chunk":
-                times.chunks_final.append(now)
-            case "served" | "cancelled" | "fencing" | "revoking" | "duplicate":
-                record.reason = note.detail
-                if note.detail != "done":
-                    record.outcome = note.what
-            case "expired" | "closed":  # ended, and the engine was owed nothing
-                self.records.end("source", note.handoff, note.what, note.detail, now)
 
     def _post_transfer(self, action: PostWrite | PostRead) -> None:
         now = self._clock()
@@ -488,17 +491,7 @@ class Mover(threading.Thread):
             else:
                 self._post_failed(side, action.transfer, str(error), now)
             return
-        self._count(action, posted, now)
-
-    def _count(self, action: PostWrite | PostRead, posted: InFlight, now: float) -> None:
         self.counters["bytes"] += posted.bytes
         self.counters["descriptors"] += posted.descriptors
         self.counters["transfers"] += 1
-        record = self.records.get(posted.side, action.handoff)
-        if record is None:
-            return
-        record.posted(posted.bytes, posted.descriptors, now)
-        record.peer = str(action.to if isinstance(action, PostWrite) else action.frm)
-        if isinstance(action, PostWrite):
-            record.tokens += action.end - action.start
-            record.blocks += self.layout.blocks_for(action.start, action.end)
+        self._recorder.posted(action, posted, now)

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvxfer.connector.compat import Scheduled, prompt_digest, scheduled_requests
+from kvxfer.connector.compat import Scheduled, prompt_digests, scheduled_requests
 
 
 def request(tokens=(5, 6, 70_000), **more):
@@ -12,8 +12,10 @@ def request(tokens=(5, 6, 70_000), **more):
 
 
 def test_equal_prompts_have_equal_digests_and_they_are_short():
-    assert prompt_digest(request()) == prompt_digest(request(cache_salt=None, mm_features=[], lora_request=None))
-    assert len(prompt_digest(request(range(100_000)))) == 16
+    assert prompt_digests(request(), 0) == prompt_digests(
+        request(cache_salt=None, mm_features=[], lora_request=None), 0
+    )
+    assert [len(digest) for digest in prompt_digests(request(range(100_000)), 0, 1)] == [16, 16]
 
 
 @pytest.mark.parametrize(
@@ -23,19 +25,30 @@ def test_equal_prompts_have_equal_digests_and_they_are_short():
         request((5, 6)),
         request((6, 5, 70_000)),
         request((5, 6, 70_000, 0)),
-        request(()),
         request(cache_salt="tenant"),
         request(lora_request=SimpleNamespace(lora_name="adapter")),
         request(mm_features=[SimpleNamespace(identifier="image")]),
     ],
 )
 def test_whatever_shapes_the_kv_is_in_the_digest(other):
-    assert prompt_digest(other) not in (b"", prompt_digest(request()))
+    ((digest,), (theirs,)) = prompt_digests(request(), 0), prompt_digests(other, 0)
+    assert digest != theirs
 
 
-@pytest.mark.parametrize("other", [request(None), request(prompt_embeds=object())])
+# Around the lengths at which MessagePack counts otherwise, of tokens that take one, three and five bytes.
+@pytest.mark.parametrize("length", [1, 2, 3, 14, 15, 16, 17, 18, 4096, 65_535, 65_536, 65_537, 65_538])
+@pytest.mark.parametrize("last", [1, 200, 70_000])
+def test_a_prompt_without_its_last_tokens_is_a_shorter_prompt(length, last):
+    tokens = [*range(length - 1), last]
+    found = prompt_digests(request(tokens), 0, 1, 2)
+    assert len(found) == min(3, length)
+    for less, digest in enumerate(found):
+        assert (digest,) == prompt_digests(request(tokens[: length - less]), 0)
+
+
+@pytest.mark.parametrize("other", [request(None), request(prompt_embeds=object()), request(())])
 def test_a_prompt_that_is_not_all_tokens_has_none(other):
-    assert prompt_digest(other) == b""
+    assert prompt_digests(other, 0, 1) == ()
 
 
 def output(new=(), cached=(), resumed=()):
