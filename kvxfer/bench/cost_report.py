@@ -26,6 +26,7 @@ median time between tokens (or of a prefill) with handoffs by that without."""
 
 def side(requests: Sequence[Reading]) -> dict[str, Any]:
     """Sum up one engine's part in some requests: one reading for each, of what it counted for that request alone."""
+    requests = [one.settled(requests) for one in requests]
     totals = [one.microseconds(but=(METADATA,)) for one in requests]
     steps = sum(one.calls(SCHEDULER, STEP) for one in requests)
     count = len(requests)
@@ -61,7 +62,7 @@ def _calls(requests: Sequence[Reading]) -> Iterator[dict[str, Any]]:
 
 def spread(values: Sequence[float], digits: int = 1) -> dict[str, float]:
     """Mean, median and 90th percentile."""
-    tenths = statistics.quantiles(values, n=10) if len(values) > 1 else [values[0]] * 9
+    tenths = statistics.quantiles(values, n=10, method="inclusive") if len(values) > 1 else [values[0]] * 9
     found = {"mean": statistics.fmean(values), "median": statistics.median(values), "p90": tenths[8]}
     return {name: round(value, digits) for name, value in found.items()}
 

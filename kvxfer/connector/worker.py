@@ -164,7 +164,7 @@ class WorkerHalf:
 
     def begin_step(self, step: cmd.Step) -> None:
         """Hand a step's changes over, behind a fence for everything launched before it."""
-        if not step or self._threads is None:
+        if self._threads is None:
             return
         for opened in step.opened:
             self._opened[opened.request_id] = opened.blocks
@@ -183,9 +183,11 @@ class WorkerHalf:
 
     def take_finished(self) -> tuple[set[str] | None, set[str] | None]:
         """Return the ids of (sources, sinks) whose blocks are the engine's again, each exactly once."""
-        results = None if self._threads is None else self._threads.mover.results
-        if self._threads is not None:
-            self._threads.mover.check()
+        threads = self._threads
+        if threads is None:
+            return None, None
+        threads.mover.check()
+        results = threads.mover.results
         if not results:
             return None, None
         sent, received = set(), set()
@@ -210,6 +212,8 @@ class WorkerHalf:
 
     def take_failed_blocks(self) -> set[int]:
         """Return the blocks whose load failed, for requests that ``take_finished`` has just returned."""
+        if not self._failed_blocks:
+            return set()
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 

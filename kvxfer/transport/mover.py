@@ -127,6 +127,7 @@ class Mover(threading.Thread):
         self._next_tick = 0.0
         self._linger_until = 0.0
         self._round = Round()
+        self._ended = False
 
     # --- for other threads ------------------------------------------------------------------------------------------
 
@@ -143,8 +144,12 @@ class Mover(threading.Thread):
         self._mailbox.put(command)
 
     def check(self) -> None:
-        """Raise TransportError if the thread has ended, or is caught in a call: its process must then be restarted."""
-        self._round.check(str(self.rank), self._clock(), alive=self.is_alive())
+        """Raise TransportError if the thread has ended, or is caught in a call: its process must then be restarted.
+
+        The engine thread asks at every step. While the mover waits, as it mostly does, that costs nothing but a look.
+        """
+        if self._round.since is not None or self._ended:
+            self._round.check(str(self.rank), self._clock(), alive=not self._ended)
 
     def stop(self, timeout: float = 5.0) -> None:
         """End the thread and close the agent."""
@@ -168,6 +173,7 @@ class Mover(threading.Thread):
             while self.turn(self._wait_time()):
                 pass
         finally:
+            self._ended = True
             try:
                 self.transfers.close_agent()
             except TransportError as error:
