@@ -34,6 +34,7 @@ from kvxfer.transport.commands import (
     SourceProgress,
     SourceStart,
     Step,
+    packed,
 )
 from kvxfer.transport.control import ControlChannel
 from kvxfer.transport.secret import load_secret
@@ -74,7 +75,7 @@ class _Source:
     prompt_tokens: int
     complete: bool = False
     has_blocks: bool = False
-    withheld: list[int] | None = None
+    withheld: bytes | None = None
 
 
 class SchedulerHalf:
@@ -149,7 +150,7 @@ class SchedulerHalf:
                 self._sinks[request_id] = _Sink(params, now)
                 self._announcer.expect(params.handoff, request_id, params.source)
             case SourceParams(probe=True, peers=peers):
-                self._step.introduced.extend(peers)  # to the workers, by way of this request's own step
+                self._step().introduced.extend(peers)  # to the workers, by way of this request's own step
                 for address in peers:
                     self.control.keep(address, lasting=False)
             case SourceParams(handoff):
@@ -236,9 +237,9 @@ class SchedulerHalf:
             source.has_blocks = True
             source.complete = final == source.prompt_tokens
             if source.withheld is None and self._pinned(one.request_id, one.blocks):
-                self._step().progress.append(SourceProgress(one.request_id, tuple(one.blocks), final))
+                self._step().progress.append(SourceProgress(one.request_id, packed(one.blocks), final))
             else:
-                source.withheld = [*(source.withheld or ()), *one.blocks]
+                source.withheld = (source.withheld or b"") + packed(one.blocks)
 
     def _pinned(self, request_id: str, blocks: list[int]) -> bool:
         """Pin blocks that will be written from; in pull nothing reads them before vLLM holds them for us."""
@@ -288,7 +289,7 @@ class SchedulerHalf:
             token = self._pins.orphan(request_id)
         withheld = None
         if source.withheld is not None and held and source.complete:
-            withheld = SourceProgress(request_id, tuple(source.withheld), source.prompt_tokens)
+            withheld = SourceProgress(request_id, source.withheld, source.prompt_tokens)
         return SourceFinish(request_id, aborted, held, token, withheld)
 
     def update_connector_output(self, output: Any) -> None:

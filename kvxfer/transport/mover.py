@@ -18,6 +18,7 @@ import logging
 import queue
 import threading
 import time
+from array import array
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
@@ -328,7 +329,7 @@ class Mover(threading.Thread):
             for end in finished:
                 self._run(self.source.finish(end.request_id, now, aborted=end.aborted, held=end.held, token=end.token))
             for one in progress:
-                self._run(self.source.progress(one.request_id, one.blocks, one.final, now))
+                self._run(self.source.progress(one.request_id, array("i", one.blocks), one.final, now))
         for opened in self._steps.passed_sinks():
             if self.sink.request(opened.handoff) != opened.request_id:
                 continue  # cancelled or refused meanwhile
