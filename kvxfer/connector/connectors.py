@@ -132,6 +132,10 @@ class KvxferConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not 
         if connector_metadata is not NOTHING:
             self._worker.begin_step(connector_metadata.step)
 
+    def has_connector_metadata(self) -> bool:
+        """Say no: vLLM asks once a layer whether to call the two hooks of layers below, which do nothing (0.26 to 0.32)."""
+        return False
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing to do: loads began when their blocks were registered."""
 
