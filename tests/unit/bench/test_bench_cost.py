@@ -89,9 +89,8 @@ def test_bounds_are_held_against_the_right_connector():
     }
     assert [(one.connector, one.text, one.value, one.holds) for one in verdicts(found)] == [
         ("push", "decode, a request, by upstream pull's", 0.2, True),
-        ("push", "decode, a step, by upstream push's", 0.25, True),
         ("push", "prefill, a request, by upstream pull's", 0.2, True),
-        ("push", "prefill, a step, by upstream push's", 0.25, True),
+        ("push", "decode, a step, by upstream push's", 0.25, True),
         ("push", "decode, a request of 8,192 tokens by one of 1,024", 1.2, True),
         ("push", "decode, between tokens, with handoffs by without", 1.08, True),
         ("push", "prefill, a prompt, with handoffs by without", 1.2, False),
@@ -107,7 +106,7 @@ def test_a_bound_that_is_passed_does_not_hold():
     broken = {one.text for one in verdicts(found) if not one.holds}
     assert broken == {
         "decode, a request, by upstream pull's", "prefill, a request, by upstream pull's",
-        "decode, a step, by upstream push's", "prefill, a step, by upstream push's",
+        "decode, a step, by upstream push's",
         "decode, a request of 8,192 tokens by one of 1,024", "decode, between tokens, with handoffs by without",
     }  # fmt: skip
 
