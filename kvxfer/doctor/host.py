@@ -130,7 +130,8 @@ def _package(name: str) -> Package | None:
         found = metadata.distribution(name)
     except metadata.PackageNotFoundError:
         return None
-    return Package(found.version, str(found.metadata))
+    # Not str(found.metadata): a description that says its lines in a header cannot be written again (nixl 1.4.1, Python 3.12.3).
+    return Package(found.version, found.read_text("METADATA") or "")
 
 
 def ask_providers(libfabric: str) -> list[Provider]:

@@ -158,6 +158,20 @@ def test_no_nixl(host) -> None:
     assert only(software.check_nixl(host(packages={})), "nixl").state == "problem"
 
 
+def test_a_description_in_a_header_of_several_lines(tmp_path, monkeypatch) -> None:
+    """As nixl 1.4.1's: newer Pythons refuse to write such a header again."""
+    folder = tmp_path / "descripted-9.1.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: descripted\nVersion: 9.1\nDescription: # first\n        second\n        third\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    package = this_host().package("descripted")
+    assert package is not None
+    assert package.version == "9.1"
+    assert "third" in package.text
+
+
 def test_the_plugin_does_not_load(host) -> None:
     def refuse():
         raise NativeLibraryError(
