@@ -53,6 +53,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """NIXL backend: LIBFABRIC or UCX."""
     backend_options: dict[str, str] = {}
     """Parameters of the backend's own, passed on as they are."""
+    rails: str | list[str] = "local"
+    """EFA devices that a worker process may open: ``local``, ``all``, or a list of names or PCI addresses."""
+    rails_policy: str = "warn"
+    """What a worker does when its memory is on other rails than it should be: ``warn`` or ``enforce``."""
     control_host: str = "127.0.0.1"
     """Address that the control channel binds; peers on other hosts need one that they can reach."""
     control_port: int = 5600
@@ -170,6 +174,14 @@ def _ranges(settings: Settings) -> list[str]:
     found = settings.timing.problems()
     if settings.backend not in ("LIBFABRIC", "UCX"):
         found.append(f"backend={settings.backend!r} must be LIBFABRIC or UCX")
+    if isinstance(settings.rails, str) and settings.rails not in ("local", "all"):
+        found.append(
+            f'rails={settings.rails!r} must be "local", "all", or a list of names or PCI addresses of EFA devices'
+        )
+    elif not settings.rails:
+        found.append("rails=[] names no EFA device")
+    if settings.rails_policy not in ("warn", "enforce"):
+        found.append(f"rails_policy={settings.rails_policy!r} must be warn or enforce")
     if not 0 < settings.control_port < 65536:  # noqa: PLR2004
         found.append(f"control_port={settings.control_port} must be from 1 to 65535")
     for name in ("control_host", "advertise_host"):

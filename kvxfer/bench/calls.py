@@ -7,7 +7,9 @@ send, to answer or to write at its end. ``read`` reads all files of a directory,
 
 The counter itself costs something, mostly two system calls. What of that falls inside the measured span is measured in each
 process at its start (``toll_ns``) and subtracted, call by call; what a call costs more in all is told beside it
-(``around_ns``), for who wants to know how much the engine was slowed down by being measured.
+(``around_ns``), for who wants to know how much the engine was slowed down by being measured. That is the toll of a counter at
+work without a pause, though, and in an engine that sleeps between its steps everything is slower. So a call of nothing at
+all is counted beside the others (``NOTHING``), and ``Reading.settled`` takes what it came to off each of them.
 
 Guarantees: a call from within a counted method is counted with its caller, not twice. One thread at a time may call: the
 connector's hooks all have the engine's thread. A reading in the middle of a call may have its time and not yet its number.
@@ -36,6 +38,9 @@ STEP: Final = "build_connector_meta"
 """The scheduler's hook that is called once a step."""
 METADATA: Final = "(metadata pickled and read)"
 """Not a hook: what vLLM does with a step's connector metadata."""
+
+NOTHING: Final = "(nothing)"
+"""Not a hook: an empty function, counted once a step."""
 
 _HEADER: Final = 16384
 _SUFFIX: Final = ".calls"
@@ -69,6 +74,22 @@ class Reading:
         between = {key: one - earlier.tallies.get(key, none) for key, one in self.tallies.items()}
         return Reading({key: one for key, one in between.items() if one.calls})
 
+    def settled(self, among: Iterable[Reading]) -> Reading:
+        """Take off each call what a call of nothing came to in ``among``, in the mean of its part; that is left out then."""
+        nothing: dict[str, Tally] = {}
+        for one in among:
+            for (part, method), tally in one.tallies.items():
+                if method == NOTHING:
+                    nothing[part] = nothing.get(part, Tally()) + tally
+        each = {part: tally.ns / tally.calls for part, tally in nothing.items()}
+        return Reading(
+            {
+                (part, method): Tally(tally.calls, max(0.0, tally.ns - tally.calls * each.get(part, 0.0)))
+                for (part, method), tally in self.tallies.items()
+                if method != NOTHING
+            }
+        )
+
     def calls(self, part: str, method: str) -> int:
         """How often a part's method was called."""
         return self.tallies.get((part, method), Tally()).calls
@@ -87,7 +108,7 @@ class Counters:
     """The file of counters of one process: ``directory/<part>-<pid>.calls``. ``methods`` are all that can be counted."""
 
     def __init__(self, directory: Path, part: str, methods: Iterable[str]) -> None:
-        self._at = {name: number * 2 for number, name in enumerate(methods)}
+        self._at = {name: number * 2 for number, name in enumerate((*methods, NOTHING))}
         self._busy = [False]
         self.toll_ns, self.around_ns = tolls()
         header = {"part": part, "methods": list(self._at), "toll_ns": self.toll_ns, "around_ns": self.around_ns}
@@ -103,6 +124,8 @@ class Counters:
             self._map = mmap.mmap(file.fileno(), 0)
         scratch.rename(path)  # whoever reads never sees half a header
         self._cells = memoryview(self._map)[_HEADER:].cast("q")
+        self.nothing = self.count(NOTHING, _nothing)
+        """To be called once a step."""
 
     def count(self, method: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that does the same and is counted under that method's name."""

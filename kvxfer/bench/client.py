@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
 
 _LINE_LIMIT = 1 << 22  # one event may carry a long prompt's token ids
+_KEPT_ALIVE = (
+    2.0  # seconds; vLLM's server closes what was idle for 5 s, and may do so in the moment of the next request
+)
 _OK = 200
 
 
@@ -105,7 +108,9 @@ class Client:
 
     async def __aenter__(self) -> Client:
         self._session = aiohttp.ClientSession(
-            timeout=self._timeout, connector=aiohttp.TCPConnector(limit=0), read_bufsize=_LINE_LIMIT
+            timeout=self._timeout,
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEPT_ALIVE),
+            read_bufsize=_LINE_LIMIT,
         )
         return self
 

@@ -8,7 +8,7 @@ import sys
 import tempfile
 from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -82,11 +82,13 @@ def engine(
     json: _Json = None,
     connectors: Annotated[str, typer.Option(help="kvxfer's connectors, comma-separated.")] = "push,pull",
     against: Annotated[str, typer.Option(help="Upstream's, likewise; empty for none.")] = "upstream-push,upstream-pull",
-    repeats: Annotated[int, typer.Option(help="Handoffs of one length.", min=2)] = 50,
+    repeats: Annotated[int, typer.Option(help="Handoffs of one length, all passes together.", min=2)] = 50,
     prompt: Annotated[int, typer.Option(help="That length in tokens.", min=1)] = 4096,
     lengths: Annotated[str, typer.Option(help="Shorter and longer prompts to compare.")] = "1024,8192",
     length_repeats: Annotated[int, typer.Option(help="Handoffs of each of those.", min=2)] = 20,
-    rounds: Annotated[int, typer.Option(help="Windows of each kind.", min=1)] = 3,
+    rounds: Annotated[int, typer.Option(help="Windows of each kind.", min=1)] = 4,
+    passes: Annotated[int, typer.Option(help="Turns in which each connector has its share of all that.", min=1)] = 2,
+    layers: Annotated[int, typer.Option(help="Layers of the model.", min=1)] = 4,
     logs: _Logs = None,
     python: _Python = sys.executable,
 ) -> None:
@@ -101,11 +103,14 @@ def engine(
     with _failing_clearly():
         settings = Settings(
             repeats=repeats, prompt=prompt, lengths=tuple(int(length) for length in lengths.split(",")),
-            length_repeats=length_repeats, rounds=rounds,
+            length_repeats=length_repeats, rounds=rounds, passes=passes, layers=layers,
         )  # fmt: skip
-        result = run(names, logs or _new_logs(), python, settings, say=lambda name: typer.echo(f"measured {name}"))
-        if json is not None:
-            write_json(json, result)
+
+        def keep(result: dict[str, Any]) -> None:
+            if json is not None:
+                write_json(json, result)
+
+        result = run(names, logs or _new_logs(), python, settings, say=typer.echo, keep=keep)
     show(Console(), result)
 
 

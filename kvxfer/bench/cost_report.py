@@ -26,6 +26,7 @@ median time between tokens (or of a prefill) with handoffs by that without."""
 
 def side(requests: Sequence[Reading]) -> dict[str, Any]:
     """Sum up one engine's part in some requests: one reading for each, of what it counted for that request alone."""
+    requests = [one.settled(requests) for one in requests]
     totals = [one.microseconds(but=(METADATA,)) for one in requests]
     steps = sum(one.calls(SCHEDULER, STEP) for one in requests)
     count = len(requests)
@@ -61,7 +62,7 @@ def _calls(requests: Sequence[Reading]) -> Iterator[dict[str, Any]]:
 
 def spread(values: Sequence[float], digits: int = 1) -> dict[str, float]:
     """Mean, median and 90th percentile."""
-    tenths = statistics.quantiles(values, n=10) if len(values) > 1 else [values[0]] * 9
+    tenths = statistics.quantiles(values, n=10, method="inclusive") if len(values) > 1 else [values[0]] * 9
     found = {"mean": statistics.fmean(values), "median": statistics.median(values), "p90": tenths[8]}
     return {name: round(value, digits) for name, value in found.items()}
 
@@ -91,15 +92,14 @@ def verdicts(connectors: Mapping[str, Mapping[str, Any]]) -> list[Verdict]:
 
 
 def _bounds(one: Mapping[str, Any], others: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, float, float]]:
-    pull, push = others.get("upstream-pull"), others.get("upstream-push")
-    for where in SIDES:
-        ours = one[where]
-        if pull is not None:
-            theirs = pull[where]["us_per_request"]["mean"]
-            yield f"{where}, a request, by upstream pull's", _ratio(ours["us_per_request"]["mean"], theirs), OF_PULL
-        if push is not None:
-            theirs = push[where]["us_per_step"]
-            yield f"{where}, a step, by upstream push's", _ratio(ours["us_per_step"], theirs), OF_PUSH_STEP
+    if (pull := others.get("upstream-pull")) is not None:
+        for where in SIDES:
+            ours, theirs = (of[where]["us_per_request"]["mean"] for of in (one, pull))
+            yield f"{where}, a request, by upstream pull's", _ratio(ours, theirs), OF_PULL
+    if (push := others.get("upstream-push")) is not None:
+        # On decode alone: prefill makes a handful of steps a request, the fewer the sooner its blocks are free.
+        ours, theirs = (of["decode"]["us_per_step"] for of in (one, push))
+        yield "decode, a step, by upstream push's", _ratio(ours, theirs), OF_PUSH_STEP
     shortest, longest = min(one["lengths"], key=int), max(one["lengths"], key=int)
     if shortest != longest:
         by_length = [one["lengths"][length]["decode"]["us_per_request"]["mean"] for length in (shortest, longest)]

@@ -5,7 +5,8 @@ differs. Which hooks there are is read off vLLM's base class. The scheduler's ha
 worker's half in the worker's, each into its own file (see ``calls``).
 
 What a connector makes the engine's threads do outside its own calls is counted as well, under ``METADATA``: vLLM pickles each
-step's connector metadata in the engine core and reads it in every worker. Here both are done once more, in the engine core, and timed.
+step's connector metadata in the engine core and reads it in every worker. Here both are done once more, in the engine core,
+and timed.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 ensure_native_libraries("LIBFABRIC")
 
+_WORKERS_STEP = "get_finished"  # called once a step, forward or none
 _NOT_COUNTED = {"shutdown", "register_kv_caches"}  # once in a life, and the counters may outlive the second
 
 
@@ -58,9 +60,12 @@ class _Counted:
         count(self, self._counters, names)
         if scheduler:
             setattr(self, STEP, self._then_pickle(getattr(self, STEP)))
+        else:
+            setattr(self, _WORKERS_STEP, self._after_nothing(getattr(self, _WORKERS_STEP)))
 
     def _then_pickle(self, build: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def build_and_pickle(scheduler_output: Any) -> Any:
+            self._counters.nothing()
             metadata = build(scheduler_output)
             start = time.thread_time_ns()
             pickle.loads(pickle.dumps(metadata, pickle.HIGHEST_PROTOCOL))  # noqa: S301 - made here
@@ -68,6 +73,13 @@ class _Counted:
             return metadata
 
         return build_and_pickle
+
+    def _after_nothing(self, hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def nothing_and_hook(*args: Any) -> Any:
+            self._counters.nothing()
+            return hook(*args)
+
+        return nothing_and_hook
 
 
 class KvxferPushConnector(_Counted, ours.KvxferPushConnector):

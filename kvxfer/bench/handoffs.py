@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 from kvxfer.bench.client import Client
 from kvxfer.errors import KvxferError
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 
     from kvxfer.bench.client import Completion
     from kvxfer.bench.engines import Engine, Mode
+
+
+TIMEOUT: Final = 60.0
+"""Seconds until a leg is given up: long for one prompt at a time on any machine, short for a handoff that was lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +40,7 @@ class Pair:
     def __init__(self, mode: Mode, prefill: Engine, decode: Engine) -> None:
         self.mode = mode
         self.prefill, self.decode = prefill, decode
-        self.to_prefill, self.to_decode = Client(prefill.url), Client(decode.url)
+        self.to_prefill, self.to_decode = Client(prefill.url, timeout=TIMEOUT), Client(decode.url, timeout=TIMEOUT)
 
     async def __aenter__(self) -> Pair:
         await self.to_prefill.__aenter__()
@@ -52,10 +56,10 @@ class Pair:
         name = uuid.uuid4().hex
         first = self._prefill_leg(name, prompt)
         if self.mode == "push" and not follow:
-            prefill, decode = await asyncio.gather(
-                first, self._decode_leg(name, prompt, tokens, push_params(name, self.prefill))
-            )
-            return Handoff(prefill, decode)
+            second = self._decode_leg(name, prompt, tokens, push_params(name, self.prefill))
+            legs = asyncio.create_task(first), asyncio.create_task(second)
+            await asyncio.wait(legs)  # also where one fails: neither is left to itself
+            return Handoff(*await asyncio.gather(*legs))
         prefill = await first
         params = push_params(name, self.prefill) if self.mode == "push" else prefill.kv_transfer_params
         if params is None:

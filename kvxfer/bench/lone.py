@@ -142,7 +142,7 @@ class LoneRank:
         done = 0
         for i in range(chunks):
             final = tokens * (i + 1) // chunks
-            new = tuple(blocks[-(-done // self.block_size) : -(-final // self.block_size)])
+            new = cmd.packed(blocks[-(-done // self.block_size) : -(-final // self.block_size)])
             self.begin(progress=[cmd.SourceProgress(request, new, final)])
             self.end()
             done = final

@@ -6,6 +6,7 @@ request then runs as if it had none: computed locally, correct, never failed.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,18 +62,25 @@ def parse(request_id: str, params: object) -> SourceParams | SinkParams | None:
     host = _text(params, "remote_host")
     if not host:
         raise ParamsError("remote_host is missing: the prefill engine's control_host")
-    try:
-        host = check_host(host)
-    except AddressError as error:
-        raise ParamsError(f"remote_host: {error}") from None
-    if is_wildcard(host):
-        raise ParamsError(f"remote_host is {host}, which names no host: set advertise_host at the prefill engine")
+    host = _checked(host)
     port = params.get("remote_port")
     if isinstance(port, str) and port.isdecimal() and len(port) < 6:  # noqa: PLR2004 - Python refuses to read very long ones
         port = int(port)
     if not isinstance(port, int) or isinstance(port, bool) or not 0 < port < 65536:  # noqa: PLR2004
         raise ParamsError(f"remote_port is {_kind(port)}: it must be the prefill engine's control_port")
     return SinkParams(handoff, EngineAddress(host, port, _text(params, "remote_engine_id") or ""))
+
+
+@functools.lru_cache(maxsize=256)
+def _checked(host: str) -> str:
+    """Check a prefill engine's host. An engine has few of those, and requests for them again and again."""
+    try:
+        host = check_host(host)
+    except AddressError as error:
+        raise ParamsError(f"remote_host: {error}") from None
+    if is_wildcard(host):
+        raise ParamsError(f"remote_host is {host}, which names no host: set advertise_host at the prefill engine")
+    return host
 
 
 def _handoff(request_id: str, transfer: str | None, remote_request_id: str | None) -> HandoffId:
@@ -115,7 +123,7 @@ def _text(params: dict[Any, Any], key: str) -> str | None:
 
 def _sendable(text: str) -> bool:
     """Tell whether a message can carry a text: JSON can spell halves of surrogate pairs, UTF-8 cannot."""
-    return len(text) <= MAX_ID_LENGTH and text.encode(errors="replace").decode() == text
+    return len(text) <= MAX_ID_LENGTH and (text.isascii() or text.encode(errors="replace").decode() == text)
 
 
 def _kind(value: object) -> str:

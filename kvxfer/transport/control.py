@@ -145,10 +145,11 @@ class ControlChannel(threading.Thread):
         """Set what WhoIs is answered with."""
         self.call(lambda _now: setattr(self._switchboard, "directory", directory))
 
-    def call(self, act: Callable[[float], object]) -> None:
-        """Run ``act`` in the control thread, with the time."""
+    def call(self, act: Callable[[float], object], *, wake: bool = True) -> None:
+        """Run ``act`` in the control thread, with the time; without ``wake`` when it wakes up next, before all else."""
         self._todo.put(act)
-        self._ring()
+        if wake:
+            self._ring()
 
     def stop(self, timeout: float = 5.0) -> None:
         """End the thread and close the sockets."""

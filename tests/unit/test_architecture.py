@@ -30,6 +30,7 @@ MAY_IMPORT = {
         "kvxfer.platform",
         "kvxfer.protocol",
         "kvxfer.layout",
+        "kvxfer.rails",
         "kvxfer.transport",
     },
     "kvxfer/router/": {ERRORS, ADDRESSES},
@@ -54,7 +55,7 @@ MAY_IMPORT = {
     "kvxfer/errors.py": set(),
     "kvxfer/addresses.py": set(),
     "kvxfer/__init__.py": set(),
-    "platforms/": {ERRORS, "kvxfer.platform", "kvxfer.layout"},
+    "platforms/": {ERRORS, "kvxfer.platform", "kvxfer.layout", "kvxfer.rails"},
 }
 ANYTHING = {"kvxfer/cli.py"}  # knows every command
 
