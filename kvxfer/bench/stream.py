@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvxfer.bench import stream_moments
+from kvxfer.bench.client import Client
 from kvxfer.bench.engines import UPSTREAM_PREFIX, make_engine, named_connector, pair_specs
 from kvxfer.bench.handoffs import Pair
 from kvxfer.bench.machine import machine, versions
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 _MODULE = "kvxfer.bench.stream_timed"
 _WARM_UP = 2
 _TURNS = 3  # for each connector: a first handoff of upstream's hangs when its handshake takes longer than 5 s
+_PATIENCE = 300.0  # seconds for a prompt in many chunks, on a machine that is busy with other things, too
 _ENDED, _LOOK = 15.0, 0.02  # seconds for which a record may stay open, and between two looks
 
 
@@ -175,7 +177,9 @@ def _measured(
     )
 
     async def measure() -> tuple[list[Sample], list[tuple[int, ...]]]:
-        async with Pair("push", first, second) as pair:
+        pair = Pair("push", first, second)
+        pair.to_prefill, pair.to_decode = (Client(engine.url, timeout=_PATIENCE) for engine in (first, second))
+        async with pair:
             one = Measurement(pair, moments, settings, recorded=not connector.startswith(UPSTREAM_PREFIX))
             return await one.execute(), one.answers
 

@@ -62,10 +62,10 @@ class Timed:
         self._moments = Moments(Path(os.environ[DIRECTORY]))
         super().register_kv_caches(kv_caches)  # type: ignore[misc]  # the connector's
 
-    def save_kv_layer(self, *args: Any, **kwargs: Any) -> None:
-        """Note that this step has a forward: ``wait_for_save`` is also called for steps without one (vLLM 0.31 and later)."""
+    def has_connector_metadata(self) -> bool:
+        """Note that this step has a forward, whose layers ask: ``wait_for_save`` may be called without one (vLLM 0.31, 0.32)."""
         self._has_layers = True
-        super().save_kv_layer(*args, **kwargs)  # type: ignore[misc]  # likewise
+        return bool(super().has_connector_metadata())  # type: ignore[misc]  # likewise
 
     def wait_for_save(self) -> None:
         """Note that what the step computes is there."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvxfer.chaos.profile import CYCLE, seeds_of
+from kvxfer.chaos.profile import CYCLE, introduced, seeds_of
 from kvxfer.chaos.simulation import Simulation
 from tests.unit.chaos.mutations import BEHIND_ANOTHER, MUTATIONS, NOT_MET
 
@@ -57,6 +57,12 @@ FOUND_IN = {
         "grants_before_it_is_held",
     ),
 }
+FOUND_WHERE_INTRODUCED = {
+    "old_answers_count": "deaf",
+    "any_end_ends_a_promise": "echoes",
+    "promises_end_with_their_sessions": "slow reads",
+}
+"""Guards of connections that are made before the first handoff: worlds without introductions have none."""
 PROFILE = {name: profile for profile, names in FOUND_IN.items() for name in names}
 
 
@@ -65,7 +71,9 @@ def seeds_below(profile, limit=2000):
 
 
 def test_every_guard_has_its_place():
-    assert PROFILE.keys() | BEHIND_ANOTHER.keys() | NOT_MET.keys() == MUTATIONS.keys()
+    early = FOUND_WHERE_INTRODUCED.keys()
+    assert PROFILE.keys() | early | BEHIND_ANOTHER.keys() | NOT_MET.keys() == MUTATIONS.keys()
+    assert not early & (PROFILE.keys() | BEHIND_ANOTHER.keys() | NOT_MET.keys())
     assert not PROFILE.keys() & (BEHIND_ANOTHER.keys() | NOT_MET.keys())
     assert FOUND_IN.keys() <= {profile.name for profile in CYCLE}
     assert len(seeds_below("deaf")) == 200
@@ -74,7 +82,17 @@ def test_every_guard_has_its_place():
 @pytest.mark.parametrize("name", PROFILE)
 def test_a_missing_guard_is_found(name, monkeypatch):
     MUTATIONS[name](monkeypatch)
-    for seed in seeds_below(PROFILE[name]):
+    assert_found(name, seeds_below(PROFILE[name]))
+
+
+@pytest.mark.parametrize("name", FOUND_WHERE_INTRODUCED)
+def test_a_missing_guard_of_early_connections_is_found(name, monkeypatch):
+    MUTATIONS[name](monkeypatch)
+    assert_found(name, [seed for seed in seeds_below(FOUND_WHERE_INTRODUCED[name]) if introduced(seed)])
+
+
+def assert_found(name, seeds):
+    for seed in seeds:
         if Simulation(seed).run().violations:
             return
     pytest.fail(f"2,000 seeds did not miss this guard: {MUTATIONS[name].__doc__}")
