@@ -16,7 +16,7 @@ from array import array
 from typing import TYPE_CHECKING, Any
 
 from kvxfer.addresses import bare
-from kvxfer.connector import compat
+from kvxfer.connector import block_major, compat
 from kvxfer.errors import ConfigError, RailsError
 from kvxfer.layout.card import RankCard
 from kvxfer.layout.maps import spell
@@ -103,6 +103,7 @@ class WorkerHalf:
                 revoke=settings.revoke,
                 poll=settings.poll_interval,
                 records=settings.record_capacity,
+                eager=compat.posts(self._vllm_config, self.mode),
             ),
             settings.timing,
             host=settings.control_host,
@@ -125,6 +126,10 @@ class WorkerHalf:
         self._address = RankAddress(
             self.me.rank, self.me.incarnation, tp_rank, pp_rank, bare(settings.advertise_host), threads.control.port
         )
+        for host, port in settings.peer_addresses:
+            threads.control.keep(cmd.EngineAddress(host, port, ""))
+        if self.me.rank == 0:
+            block_major.report(self._vllm_config, cache)
         logger.info(
             "%s: %d blocks of %s bytes in %s memory (%s), registered with NIXL %s",
             self.me, cache.num_blocks, f"{cache.block_bytes:,}", cache.memory, spell(cache), settings.backend,
@@ -159,12 +164,14 @@ class WorkerHalf:
 
     def begin_step(self, step: cmd.Step) -> None:
         """Hand a step's changes over, behind a fence for everything launched before it."""
-        if not step or self._threads is None:
+        if self._threads is None:
             return
         for opened in step.opened:
             self._opened[opened.request_id] = opened.blocks
         # A request that has been reported meanwhile is not open any more: the abort crossed the report.
         self._cancelled.update(cancel.request_id for cancel in step.cancelled if cancel.request_id in self._opened)
+        for address in step.introduced:
+            self._threads.control.keep(address, lasting=False)
         self._threads.mover.post(cmd.StepBegin(step, self._platform.fence()))
         self._computing = bool(step.progress)
 
@@ -176,9 +183,11 @@ class WorkerHalf:
 
     def take_finished(self) -> tuple[set[str] | None, set[str] | None]:
         """Return the ids of (sources, sinks) whose blocks are the engine's again, each exactly once."""
-        results = None if self._threads is None else self._threads.mover.results
-        if self._threads is not None:
-            self._threads.mover.check()
+        threads = self._threads
+        if threads is None:
+            return None, None
+        threads.mover.check()
+        results = threads.mover.results
         if not results:
             return None, None
         sent, received = set(), set()
@@ -203,6 +212,8 @@ class WorkerHalf:
 
     def take_failed_blocks(self) -> set[int]:
         """Return the blocks whose load failed, for requests that ``take_finished`` has just returned."""
+        if not self._failed_blocks:
+            return set()
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 

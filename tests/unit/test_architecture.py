@@ -47,6 +47,9 @@ MAY_IMPORT = {
     "kvxfer/bench/": {ERRORS, "kvxfer.protocol", "kvxfer.layout", "kvxfer.transport", "kvxfer.rails"},
     # A demonstration of wrong KV overrides what a connector registers.
     "kvxfer/bench/misplace.py": {"kvxfer.bench", "kvxfer.connector"},
+    # Connectors that a measurement counts, or times, from within.
+    "kvxfer/bench/counted.py": {ERRORS, "kvxfer.bench", "kvxfer.connector", "kvxfer.transport"},
+    "kvxfer/bench/stream_timed.py": {"kvxfer.bench", "kvxfer.connector", "kvxfer.transport"},
     # The doctor tries out what the others need.
     "kvxfer/doctor/": {ERRORS, "kvxfer.transport", "kvxfer.rails"},
     "kvxfer/errors.py": set(),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 import pytest
 
@@ -31,6 +33,8 @@ def test_every_setting_reaches_its_place() -> None:
         "secret_file": "/run/secrets/kvxfer",
         "model_id": "m",
         "stream": False,
+        "block_major": False,
+        "peers": ["10.0.0.1:5600"],
         "leg_timeout": 11,
         "hold_limit": 99.0,
         "pull_lease": 12.5,
@@ -121,3 +125,23 @@ def test_all_problems_of_all_kinds_are_told_at_once() -> None:
     message = refused({"nonsense": 1, "stream": "yes", "backend_options": 5, "leg_timeout": -1, "record_capacity": 0})
     for part in ("'nonsense'", "$.stream", "$.backend_options", "leg_timeout=-1", "record_capacity=0"):
         assert part in message
+
+
+@pytest.mark.parametrize(
+    ("peers", "why"),
+    [
+        (["10.0.0.1"], "peers: "),
+        (["10.0.0.1:x"], "peers: "),
+        (["0.0.0.0:5600"], "peers: '0.0.0.0:5600' names no host"),
+        (["[::]:5600"], r"peers: '\[::\]:5600' names no host"),
+        (["a b:1"], "peers: "),
+        ("10.0.0.1:5600", "peers"),
+    ],
+)
+def test_peers_that_cannot_be_reached_are_refused(peers, why) -> None:
+    assert re.search(why, refused({"peers": peers}))
+
+
+def test_peers_are_addresses() -> None:
+    settings, _ = settings_from({"peers": ["10.0.0.1:5600", "[fd00::1]:5601"]}, {})
+    assert settings.peer_addresses == [("10.0.0.1", 5600), ("fd00::1", 5601)]
