@@ -43,7 +43,6 @@ class FakeCuda:
     def __init__(self, delay: float = 0.02) -> None:
         self._default = LateStream(delay)
         self._thread = threading.local()
-        self.device = 0
         self.made = 0
         self.devices_set: list[int] = []
         outer = self
@@ -79,18 +78,19 @@ class FakeCuda:
             self._thread.stream = before
 
     def current_device(self) -> int:
-        return self.device
+        return getattr(self._thread, "device", 0)
 
     def set_device(self, device: int) -> None:
         self.devices_set.append(device)
+        self._thread.device = device
 
 
 def compile_driver(folder: Path) -> Path:
-    """Compile fake_libcuda.c; returns the library."""
-    library = folder / "libcuda.so.1"
+    """Compile fake_libcuda.c; returns the library.
+
+    It has a name of its own: what is loaded as libcuda.so.1 here would be NIXL's in the same process, too.
+    """
+    library = folder / "libcuda_double.so"
     source = HERE / "fake_libcuda.c"
-    subprocess.run(
-        [COMPILER, "-Wall", "-Werror", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", library, source],
-        check=True,
-    )
+    subprocess.run([COMPILER, "-Wall", "-Werror", "-shared", "-fPIC", "-o", library, source], check=True)
     return library

@@ -212,19 +212,27 @@ def test_events_are_used_again_only_after_they_have_passed(gpu) -> None:
     for _ in range(5):
         wait_for(platform.fence())
     assert gpu.made == 2
+
+
+def test_a_fence_that_has_passed_stays_passed_when_its_event_is_recorded_again(gpu) -> None:
+    platform = CudaPlatform()
+    first = platform.fence()
+    wait_for(first)
     later = platform.fence()
-    assert first.done(), "a fence that has passed stays passed when its event is recorded again"
+    assert gpu.made == 1
+    assert first.done()
+    assert platform._events.ask(first), "it passed between a thread's look and its question"
     assert not later.done()
 
 
 def test_a_thread_that_asks_is_put_on_the_fences_device_first(gpu) -> None:
     """It is born on device 0; asking there would make a context on somebody else's GPU."""
-    gpu.device = 1
+    gpu.set_device(1)
     fence = CudaPlatform().fence()
     asked = threading.Thread(target=wait_for, args=(fence,))
     asked.start()
     asked.join()
-    assert gpu.devices_set == [1]
+    assert gpu.devices_set == [1, 1]
 
 
 def test_many_threads_that_ask_see_a_fence_pass_once_and_for_ever(gpu) -> None:
@@ -244,6 +252,20 @@ def test_many_threads_that_ask_see_a_fence_pass_once_and_for_ever(gpu) -> None:
             thread.join()
     assert wrong == []
     assert gpu.made <= 4
+
+
+def test_re_packing_does_not_wait_for_what_is_computed_and_its_fence_is_its_own(gpu, monkeypatch) -> None:
+    platform, go, ran = CudaPlatform(), threading.Event(), []
+    monkeypatch.setattr(module, "repack", lambda call, memory: gpu.stream_now().launch(lambda: ran.append(call)))
+    caches, geometry = TestCuda().make_caches()
+    platform.describe({key: OnGpu(cache.host, 1) for key, cache in caches.items()}, geometry)
+    gpu.stream_now().launch(go.wait)
+    fences = [platform.repack(number) for number in range(3)]
+    for fence in fences:
+        wait_for(fence)
+    assert ran == [0, 1, 2]
+    assert gpu.devices_set == [1], "the mover's thread is born on device 0"
+    go.set()
 
 
 # --- staging ----------------------------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ def test_what_is_no_address_is_refused(monkeypatch, answer) -> None:
 
 def test_a_device_that_this_process_does_not_see() -> None:
     with pytest.raises(
-        PlatformError, match=r"cuDeviceGet of .*libcuda.so.1 failed with CUDA_ERROR_INVALID_DEVICE \(101\)"
+        PlatformError, match=r"cuDeviceGet of .*libcuda_double.so failed with CUDA_ERROR_INVALID_DEVICE \(101\)"
     ):
         pci_address(2)
 
