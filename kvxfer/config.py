@@ -83,6 +83,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """How long a posted transfer may still land after its process is gone, or after it failed."""
     pin_limit: float = 0.5
     """Share of the KV cache's blocks that may be pinned while they are written from; what exceeds it is written later."""
+    staging_bytes: int | None = None
+    """Memory in which received blocks wait to be re-packed where prefill's are of another size; 0 turns re-packing off."""
     transfer_limit: float = 120.0
     """How long one posted transfer may take; then it is stopped by revoking the keys of this rank's memory."""
     revoke: bool = True
@@ -177,6 +179,8 @@ def _ranges(settings: Settings) -> list[str]:
         found.append(f"pull_lease={settings.pull_lease:g} must be above 1: the reader takes half a second off it")
     if not 0 <= settings.pin_limit <= 1:
         found.append(f"pin_limit={settings.pin_limit:g} must be from 0 to 1, a share of the KV cache's blocks")
+    if settings.staging_bytes is not None and settings.staging_bytes < 0:
+        found.append(f"staging_bytes={settings.staging_bytes} must be 0 or more")
     if settings.record_capacity < 1:
         found.append(f"record_capacity={settings.record_capacity} must be at least 1")
     return found

@@ -106,7 +106,9 @@ class Platform(ABC):
 
     def staging(self, size: int, device: int) -> Staging:
         """Allocate memory in which received blocks wait to be re-packed. Only asked of platforms that offer it."""
-        raise PlatformError(f"platform {self.name!r} does not re-pack, and has no memory of {size:,} bytes for it ({device=})")
+        raise PlatformError(
+            f"platform {self.name!r} does not re-pack, and has no memory of {size:,} bytes for it ({device=})"
+        )
 
     def repack(self, call: Call) -> Fence:
         """Move tokens as ``call`` says; the fence passes when they are in their blocks. Only asked of platforms that offer it."""

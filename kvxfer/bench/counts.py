@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from kvxfer.bench.engines import Engine
-    from kvxfer.layout.blocks import CacheLayout
+    from kvxfer.layout.maps import CacheMap
     from kvxfer.transport.records import HandoffRecord
 
 _OPEN: Final = "open"
@@ -49,8 +49,8 @@ class Counters:
     def __init__(self, prefill: Engine, decode: Engine) -> None:
         self._engines = (prefill, decode)
         self._seen: set[str] = set()
-        self.layouts: tuple[CacheLayout, ...] = ()
-        """Decode's layouts, one a rank; set by the first look."""
+        self.caches: tuple[CacheMap, ...] = ()
+        """Decode's caches, one a rank; set by the first look."""
         self._records()
 
     def next_moved(self, timeout: float = 15.0) -> Moved:
@@ -77,7 +77,7 @@ class Counters:
 
     def _records(self) -> list[HandoffRecord]:
         reports = [fetch_records(engine.control_host, engine.control_port) for engine in self._engines]
-        self.layouts = tuple(rank.layout for rank in reports[1].ranks)
+        self.caches = tuple(rank.cache for rank in reports[1].ranks)
         return [r for report in reports for r in report.records if not r.handoff.startswith(_PROBE)]
 
 

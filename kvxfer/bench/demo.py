@@ -91,7 +91,7 @@ class Demo:
         with running(prefill.server, decode.server, router) as up:
             self.starts[mode] = up
             counters = Counters(prefill, decode)
-            layout_bytes = sum(layout.block_bytes for layout in counters.layouts)
+            layout_bytes = sum(cache.block_bytes for cache in counters.caches)
             self.outcome.layout_bytes[mode] = (layout_bytes, self.recipe.kv_bytes_per_token() * self.block_size)
             rows = self.outcome.rows.setdefault(mode, [])
             with _Progress(self.console, f"{mode}: prefill, decode and router") as progress:
@@ -112,7 +112,7 @@ class Demo:
             prompt_tokens=length,
             reference=self._reference[length].token_ids,
             answer=answer.token_ids,
-            bytes_expected=sum(layout.bytes_for(0, length) for layout in counters.layouts),
+            bytes_expected=sum(cache.bytes_for(0, length) for cache in counters.caches),
             bytes_moved=moved.bytes,
             descriptors=moved.descriptors,
             backends=moved.backends,

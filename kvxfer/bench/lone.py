@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 
 from kvxfer.errors import TransportError
-from kvxfer.layout.blocks import CacheLayout, Region
 from kvxfer.layout.card import RankCard
+from kvxfer.layout.maps import CacheMap, Group, Plane
 from kvxfer.protocol.actions import SinkFinished, SourceFinished, SourceQuiet
 from kvxfer.protocol.ids import HandoffId, RankId
 from kvxfer.protocol.messages import Directory, RankAddress
@@ -34,29 +34,31 @@ if TYPE_CHECKING:
     from kvxfer.transport.records import HandoffRecord
 
 
-def layer_major(memory: np.ndarray[Any, np.dtype[np.uint8]], block_size: int, **changes: Any) -> CacheLayout:
-    """Describe an array of bytes [layers, blocks, bytes of a block] as a cache; ``changes`` override fields."""
+def layer_major(memory: np.ndarray[Any, np.dtype[np.uint8]], block_size: int, **changes: Any) -> CacheMap:
+    """Describe an array of bytes [layers, blocks, bytes of a block] as a cache; ``changes`` override fields of its plane."""
     layers, num_blocks, block_bytes = memory.shape
-    base, stride = memory.ctypes.data, num_blocks * block_bytes
-    layout = CacheLayout(
-        block_size=block_size,
-        num_blocks=num_blocks,
+    base, stride, token = memory.ctypes.data, num_blocks * block_bytes, block_bytes // block_size
+    plane = Plane(
+        name="kv",
         dtype="uint8",
-        layers=layers,
-        kv_heads=1,
-        head_dim=block_bytes // block_size,
-        interior="lone",
-        memory="DRAM",
-        regions=tuple(Region(f"layer{i}", base + i * stride, block_bytes, block_bytes, 0) for i in range(layers)),
-        spans=((base, memory.nbytes, 0),),
+        item=1,
+        layers=tuple(range(layers)),
+        bases=tuple(base + number * stride for number in range(layers)),
+        heads=(0,),
+        total_heads=1,
+        block_stride=block_bytes,
+        head_stride=0,
+        tokens=((block_size, token),),
+        channels=((token, 1),),
     )
-    return msgspec.structs.replace(layout, **changes)
+    group = Group(block_size, num_blocks, (msgspec.structs.replace(plane, **changes),))
+    return CacheMap((group,), ((base, memory.nbytes),), "DRAM")
 
 
 class LoneRank:
     """One engine of a single rank.
 
-    ``make_agent`` gets the agent's name. ``changes`` override the layout that peers are told; ``settings`` the mover's.
+    ``make_agent`` gets the agent's name. ``changes`` override fields of the plane that peers are told; ``settings`` the mover's.
     """
 
     def __init__(
@@ -82,13 +84,13 @@ class LoneRank:
     ) -> None:
         self.block_size = block_size
         self.memory = np.zeros((layers, num_blocks, block_bytes), dtype=np.uint8)
-        self.layout = layer_major(self.memory, block_size, **(changes or {}))
+        self.cache = layer_major(self.memory, block_size, **(changes or {}))
         self.me = RankId(engine, secrets.token_hex(4), 0)
         self.platform = platform or HostPlatform(fence_delay=0)
         # One channel plays both parts: the engine's control address and the rank's.
         self.threads = RankThreads(
             self.me,
-            self.layout,
+            RankCard(engine, model, 0, 1, 0, 1, backend, self.cache, b""),
             lambda: make_agent(self.me.agent),
             MoverSettings(**{"mode": mode, **settings}),
             timing or Timing(),
@@ -100,7 +102,7 @@ class LoneRank:
         self.mover, self.control = self.threads.mover, self.threads.control
         where = RankAddress(0, self.me.incarnation, 0, 0, "", self.control.port)
         self.control.publish(Directory(engine, 1, 1, ready=True, ranks=(where,)))
-        self.threads.start(lambda agent: RankCard(engine, model, 0, 1, 0, 1, backend, self.layout, agent))
+        self.threads.start()
         self.finished: list[SourceFinished | SinkFinished | SourceQuiet] = []
 
     # --- the engine's part ------------------------------------------------------------------------------------------

@@ -18,8 +18,8 @@ from kvxfer.chaos.channel import Channel
 from kvxfer.chaos.device import Device
 from kvxfer.chaos.fabric import Agent
 from kvxfer.chaos.world import Clock
-from kvxfer.layout.blocks import CacheLayout, Region
 from kvxfer.layout.card import RankCard
+from kvxfer.layout.maps import CacheMap, Group, Plane
 from kvxfer.protocol.actions import SinkFinished
 from kvxfer.protocol.ids import RankId
 from kvxfer.protocol.messages import Directory, RankAddress, Report
@@ -63,23 +63,17 @@ class Process:
         self.unseen: dict[int, tuple[float, int]] = {}
         """Cells that have been written from elsewhere: until when they look as they looked before."""
         self._lent: dict[str, list[int]] = {}
-        layout = CacheLayout(
-            block_size=BLOCK_SIZE,
-            num_blocks=num_blocks,
-            dtype="uint32",
-            layers=1,
-            kv_heads=1,
-            head_dim=1,
-            interior="tags",
-            memory="DRAM",
-            regions=(Region("tags", base, BLOCK_BYTES, BLOCK_BYTES, 0),),
-            spans=((base, self.memory.nbytes, 0),),
+        item = self.memory.itemsize
+        tags = Plane(
+            "tags", "uint32", item, (0,), (base,), (0,), 1, BLOCK_BYTES, 0, ((BLOCK_SIZE, item),), ((1, item),)
         )
+        cache = CacheMap((Group(BLOCK_SIZE, num_blocks, (tags,)),), ((base, self.memory.nbytes),), "DRAM")
+        card = RankCard(engine, "tags", 0, 1, 0, 1, "twin", cache, b"")
         self.worker = Channel(self, self.me, port + 1, sim.timing, sim.connect_timeout)
         self.scheduler = Channel(self, RankId(engine, incarnation, -1), port, sim.timing, sim.connect_timeout)
         self.mover = Mover(
             self.me,
-            layout,
+            card,
             self._make_agent,
             sim.settings,
             self.worker.send,
@@ -88,8 +82,9 @@ class Process:
             renewed=self._renew,
         )
         self.mover.prepare()
-        card = RankCard(engine, "tags", 0, 1, 0, 1, "twin", layout, self.mover.transfers.keeper.metadata)
-        self.worker.switchboard.sessions.card = card
+        self.worker.switchboard.sessions.card = msgspec.structs.replace(
+            card, agent=self.mover.transfers.keeper.metadata
+        )
         where = RankAddress(0, incarnation, 0, 0, "", port + 1)
         self.scheduler.switchboard.directory = Directory(engine, 1, 1, ready=True, ranks=(where,))
         self.address = cmd.EngineAddress(host, port, engine)

@@ -27,10 +27,10 @@ CHANCES = {
     "double_decode_leg": 0.02,
     "repeated_id": 0.05,
     "retry_same_id": 0.4,
-    "wrong_engine": 0.03,
-    "wrong_port": 0.03,
-    "longer_prompt": 0.03,
-    "shorter_prompt": 0.03,
+    "wrong_engine": 0.04,
+    "wrong_port": 0.04,
+    "longer_prompt": 0.04,
+    "shorter_prompt": 0.035,
     "other_prompt": 0.045,
     "abort_prefill": 0.05,
     "abort_decode": 0.08,
@@ -65,7 +65,7 @@ EVENTS = {
 }
 """Mean seconds between two, in a world where this kind happens."""
 
-WEIGHTS = {"sink/cancelling": 3.0, "sink/fencing": 2.5, "sink/reading": 4.0, "sink/opening": 1.5, "source/served": 1.5}
+WEIGHTS = {"sink/cancelling": 3.0, "sink/fencing": 2.5, "sink/reading": 5.5, "sink/opening": 1.5, "source/served": 1.5}
 """How much likelier than others a state is that an event waits for."""
 
 SOON = 0.2

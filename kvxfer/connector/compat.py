@@ -15,7 +15,9 @@ from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvxfer.platform import Geometry
+from kvxfer.errors import ConfigError
+from kvxfer.layout.ranks import Shard, heads_of
+from kvxfer.platform import Geometry, LayerGroup
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -105,17 +107,44 @@ def may_pin(vllm_config: Any) -> bool:
     return bool(getattr(vllm_config.model_config, "disable_cascade_attn", True))
 
 
-def geometry(vllm_config: Any, kv_cache_config: Any, layer_names: list[str]) -> Geometry:
+def geometry(vllm_config: Any, kv_cache_config: Any) -> Geometry:
     """Collect what vLLM's configuration says of this rank's cache."""
-    model, cache = vllm_config.model_config, vllm_config.cache_config
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    tensor, _ = parallel_ranks(vllm_config)
+    latent = bool(getattr(model, "use_mla", False))
+    total = 1 if latent else int(model.get_total_num_kv_heads())
+    heads = heads_of(total, Shard(tensor, 1 if latent else parallel.tensor_parallel_size))
+    names = [name for group in kv_cache_config.kv_cache_groups for name in group.layer_names]
     return Geometry(
-        block_size=kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
+        groups=tuple(_group(group, heads, total) for group in kv_cache_config.kv_cache_groups),
         num_blocks=kv_cache_config.num_blocks,
-        kv_heads=model.get_num_kv_heads(vllm_config.parallel_config),
-        head_dim=model.get_head_size(),
-        cache_dtype=str(cache.cache_dtype),
-        attention_backends=_attention_backends(vllm_config, layer_names),
+        cache_dtype=str(vllm_config.cache_config.cache_dtype),
+        attention_backends=_attention_backends(vllm_config, names),
     )
+
+
+def _group(group: Any, heads: tuple[int, ...], total: int) -> LayerGroup:
+    spec = group.kv_cache_spec
+    specs = list(getattr(spec, "kv_cache_specs", {}).values()) or [spec]  # one a layer, where they differ
+    return LayerGroup(
+        layers=tuple(sorted(((name, _index(name)) for name in group.layer_names), key=lambda layer: layer[1])),
+        block_size=spec.block_size,
+        heads=heads,
+        total_heads=total,
+        head_size=specs[0].head_size,
+        kind=type(specs[0]).__name__,
+        window=getattr(specs[0], "sliding_window", None),
+    )
+
+
+def _index(name: str) -> int:
+    """Return the model's index of a layer: the one number in its name (vLLM: model_executor/models/utils.py)."""
+    numbers = [int(part) for part in name.split(".") if part.isdecimal()]
+    if len(numbers) != 1:
+        raise ConfigError(
+            f"layer {name!r} has {len(numbers)} numbers in its name: which layer of the model it is cannot be told"
+        )
+    return numbers[0]
 
 
 def _attention_backends(vllm_config: Any, layer_names: list[str]) -> tuple[str, ...]:

@@ -19,6 +19,8 @@ from kvxfer.addresses import bare
 from kvxfer.connector import compat
 from kvxfer.errors import ConfigError
 from kvxfer.layout.card import RankCard
+from kvxfer.layout.maps import spell
+from kvxfer.layout.route import StagingArea
 from kvxfer.platform import platform_for
 from kvxfer.protocol.actions import SourceFinished, SourceQuiet
 from kvxfer.protocol.messages import RankAddress
@@ -32,7 +34,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from kvxfer.config import Settings
-    from kvxfer.platform import Platform
+    from kvxfer.layout.maps import CacheMap
+    from kvxfer.platform import Platform, Staging
     from kvxfer.protocol.ids import RankId
     from kvxfer.transport.agent import Agent
 
@@ -51,6 +54,7 @@ class WorkerHalf:
         self._platform: Platform
         self._threads: RankThreads | None = None
         self._address: RankAddress | None = None
+        self._staging: Staging | None = None
         self._computing = False
         self._opened: dict[str, bytes] = {}
         self._cancelled: set[str] = set()
@@ -65,12 +69,26 @@ class WorkerHalf:
             raise ConfigError("vLLM handed over no KV cache: kvxfer needs a model with attention layers")
         first = next(iter(caches.values()))
         self._platform = platform_for(first.device.type)
-        geometry = compat.geometry(self._vllm_config, self._kv_cache_config, list(caches))
-        layout = self._platform.describe(caches, geometry)
+        cache = self._platform.describe(caches, compat.geometry(self._vllm_config, self._kv_cache_config))
         settings = self.settings
+        staging = self._staging = self._staging_for(cache)
+        tp_rank, pp_rank = compat.parallel_ranks(self._vllm_config)
+        parallel, model = self._vllm_config.parallel_config, self._vllm_config.model_config
+        card = RankCard(
+            engine=self.me.engine,
+            model=settings.model_id or model.model,
+            tp_rank=tp_rank,
+            tp_size=parallel.tensor_parallel_size,
+            pp_rank=pp_rank,
+            pp_size=parallel.pipeline_parallel_size,
+            backend=settings.backend,
+            cache=cache,
+            agent=b"",
+            staging=None if staging is None else StagingArea(staging.address, staging.size, self._platform.offers),
+        )
         threads = self._threads = RankThreads(
             self.me,
-            layout,
+            card,
             self.make_agent,
             MoverSettings(
                 mode=self.mode,
@@ -90,29 +108,26 @@ class WorkerHalf:
             mover_timeout=settings.mover_timeout,
             cpus=self._platform.background_cpus(),
             secret=load_secret(settings.secret_file),
+            repack=self._platform.repack if self._platform.offers else None,
         )
-        tp_rank, pp_rank = compat.parallel_ranks(self._vllm_config)
-        parallel, model = self._vllm_config.parallel_config, self._vllm_config.model_config
-        threads.start(
-            lambda agent: RankCard(
-                engine=self.me.engine,
-                model=settings.model_id or model.model,
-                tp_rank=tp_rank,
-                tp_size=parallel.tensor_parallel_size,
-                pp_rank=pp_rank,
-                pp_size=parallel.pipeline_parallel_size,
-                backend=settings.backend,
-                layout=layout,
-                agent=agent,
-            )
-        )
+        threads.start()
         self._address = RankAddress(
             self.me.rank, self.me.incarnation, tp_rank, pp_rank, bare(settings.advertise_host), threads.control.port
         )
         logger.info(
-            "%s: %d blocks of %s bytes in %d regions of %s memory, registered with NIXL %s",
-            self.me, layout.num_blocks, f"{layout.block_bytes:,}", len(layout.regions), layout.memory, settings.backend,
+            "%s: %d blocks of %s bytes in %s memory (%s), registered with NIXL %s",
+            self.me, cache.num_blocks, f"{cache.block_bytes:,}", cache.memory, spell(cache), settings.backend,
         )  # fmt: skip
+
+    def _staging_for(self, cache: CacheMap) -> Staging | None:
+        """Allocate the staging area: by default what two prompts of the greatest length need, or a quarter of the cache."""
+        if not self._platform.offers:
+            return None
+        size = self.settings.staging_bytes
+        if size is None:
+            prompts = 2 * -(-self._vllm_config.model_config.max_model_len // cache.block_size)
+            size = min(prompts, max(cache.num_blocks // 4, 1)) * cache.block_bytes
+        return self._platform.staging(size, cache.device) if size else None
 
     def make_agent(self) -> Agent:
         """Make what moves the bytes. Called in the mover's thread."""

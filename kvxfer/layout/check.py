@@ -15,6 +15,7 @@ from kvxfer.layout.maps import extent
 
 if TYPE_CHECKING:
     from kvxfer.layout.maps import CacheMap, Digit, Group, Plane
+    from kvxfer.layout.route import StagingArea
 
 MAX_ADDRESS: Final = (1 << 63) - 1
 """User space ends far below it on every machine, and signed arithmetic is exact up to it."""
@@ -48,6 +49,14 @@ def check(cache: CacheMap) -> None:
             for layer in plane.layers:
                 _want((plane.name, layer) not in seen, f"plane {plane.name!r} of layer {layer} is there twice")
                 seen.add((plane.name, layer))
+
+
+def check_staging(area: StagingArea) -> None:
+    """Raise RemoteProtocolError when a staging area cannot be."""
+    whole = area.address >= 0 and area.size > 0 and area.address + area.size <= MAX_ADDRESS
+    _want(whole, f"a staging area at {area.address} of {area.size} bytes")
+    _want(len(area.offers) <= MAX_PLANES, f"{len(area.offers)} offers to re-pack")
+    _want(all(len(tag) <= MAX_NAME for pair in area.offers for tag in pair), "an offer to re-pack with a long name")
 
 
 def _check_group(group: Group) -> None:

@@ -13,12 +13,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvxfer.errors import LayoutMismatchError
-from kvxfer.layout.maps import CacheMap, Group, Plane, extent
+from kvxfer.layout.maps import Plane, extent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvxfer.layout.blocks import CacheLayout
     from kvxfer.layout.maps import Digit
 
 
@@ -139,34 +138,6 @@ def opaque(
     if plane.head_span != cell:
         raise LayoutMismatchError(f"layer {plane.layers[0]}: a cell of {cell} bytes is spread over {plane.head_span}")
     return (_opaque(plane, cell, interior),)
-
-
-def of_blocks(layout: CacheLayout) -> CacheMap:
-    """Turn a list of regions with opaque blocks into a map: what a region is becomes its index, as a layer.
-
-    One plane a region, since regions may differ in size; every rank's heads are in the tag, so none is split.
-    """
-    tag = f"{layout.interior}:{layout.dtype}:{layout.kv_heads}x{layout.head_dim}:{layout.block_size}"
-    planes = tuple(
-        Plane(
-            name="block",
-            dtype=layout.dtype,
-            item=1,
-            layers=(number,),
-            bases=(region.base,),
-            heads=(0,),
-            total_heads=1,
-            block_stride=region.block_stride,
-            head_stride=0,
-            tokens=(),
-            channels=((region.block_bytes, 1),),
-            interior=tag,
-        )
-        for number, region in enumerate(layout.regions)
-    )
-    device = layout.regions[0].device if layout.regions else 0
-    spans = tuple((address, length) for address, length, _ in layout.spans)
-    return CacheMap((Group(layout.block_size, layout.num_blocks, planes),), spans, layout.memory, device)
 
 
 def _opaque(plane: Plane, cell: int, interior: str) -> Plane:

@@ -99,6 +99,29 @@ class CacheMap(msgspec.Struct, frozen=True):
     memory: str
     device: int = 0
 
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block of the first group."""
+        return self.groups[0].block_size
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the first group."""
+        return self.groups[0].num_blocks
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of content of one block of every group."""
+        return sum(group.block_bytes for group in self.groups)
+
+    def blocks_for(self, start: int, end: int) -> int:
+        """Return how many blocks of the first group the positions [start, end) touch."""
+        return -(-end // self.block_size) - start // self.block_size if end > start else 0
+
+    def bytes_for(self, start: int, end: int) -> int:
+        """Return the bytes of the blocks that positions [start, end) touch."""
+        return self.blocks_for(start, end) * self.block_bytes
+
 
 def extent(digits: Iterable[Digit]) -> int:
     """Return how many values an axis has."""

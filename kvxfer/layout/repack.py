@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 STRIDED: Final = ("", "")
 """The offer of a platform that copies between any two interiors which strides describe."""
 
+MAX_SLOTS: Final = 1 << 30
+
 _ALIGN: Final = 64
 _LOOSE: Final = 4
 """How many times its content a slot may be, before the source's geometry is too loose to be kept."""
@@ -98,22 +100,71 @@ class Repacking:
         keep: int = 0,
         limit: int = MAX_DESCRIPTOR_BYTES,
     ) -> Staged:
-        """Plan positions [start, end), as ``Prepared.plan`` does. Raises ValueError also when they need too many slots."""
-        parts, spans, calls = [], [], []
-        slots: dict[int, Table] = {}
+        """Plan positions [start, end), as ``Prepared.plan`` does, through the first slots that there are.
+
+        Raises ValueError also when they need too many slots.
+        """
+        slots = [self._first_slots(number, start, end) for number in range(len(source))]
+        return Staged(
+            self.transfer(source, slots, start, end, prompt=prompt, sink=sink, limit=limit),
+            self.calls(slots, sink, start, end, prompt=prompt, keep=keep),
+        )
+
+    def transfer(
+        self,
+        source: Sequence[Table],
+        slots: Sequence[Table],
+        start: int,
+        end: int,
+        *,
+        prompt: int | None = None,
+        sink: Sequence[Table] | None = None,
+        limit: int = MAX_DESCRIPTOR_BYTES,
+    ) -> Plan:
+        """Plan the copy of the blocks that hold positions [start, end) into slots: a table for each of the source's groups.
+
+        Raises ValueError when the source has let go of a block in a window, unless the sink's tables say that it has as well.
+        """
+        parts, spans = [], []
+        seen: set[int] = set()
         for pairing in self.pairings:
-            span = moving(pairing, start, end, prompt=end if prompt is None else prompt, keep=keep, exact=True)
+            span = self._span(pairing, start, end, prompt)
             spans.append(span)
-            if span.start == span.end:
-                continue
-            group = pairing.source_group
-            if group not in slots:  # else another group of the sink takes other layers out of the same slots
-                slots[group] = self._slots(span, pairing.block_sizes[0])
-                whole = Span(slots[group].first, slots[group].first + len(slots[group].ids) * pairing.block_sizes[0])
-                parts += self._transfer.pieces(self._number[group], whole, source[group], slots[group])
-            tables = source[group], slots[group], sink[pairing.sink_group]
-            calls.append(Call(pairing, _moves(pairing, self._blocks[group], span, *tables)))
-        return Staged(self._transfer.finished(parts, spans, limit), tuple(calls))
+            group, size = pairing.source_group, pairing.block_sizes[0]
+            if pairing.window is not None and span.start < span.end:
+                _check_real(
+                    pairing,
+                    self._blocks[group],
+                    span,
+                    source[group],
+                    None if sink is None else sink[pairing.sink_group],
+                )
+            if span.start == span.end or group in seen:
+                continue  # another group of the sink takes other layers out of the same slots
+            seen.add(group)
+            whole = Span(span.start // size * size, -(-span.end // size) * size)
+            parts += self._transfer.pieces(self._number[group], whole, source[group], slots[group])
+        return self._transfer.finished(parts, spans, limit)
+
+    def calls(
+        self,
+        slots: Sequence[Table],
+        sink: Sequence[Table],
+        start: int,
+        end: int,
+        *,
+        prompt: int | None = None,
+        keep: int = 0,
+    ) -> tuple[Call, ...]:
+        """Plan what the platform does once positions [start, end) are in these slots. Nothing below ``keep`` is touched."""
+        if not keep <= start:
+            raise ValueError(f"positions from {start} on cannot be re-packed where those below {keep} are kept")
+        spans = [(pairing, self._span(pairing, start, end, prompt)) for pairing in self.pairings]
+        return tuple(
+            Call(pairing, _moves(pairing, span, slots[pairing.source_group], sink[pairing.sink_group]))
+            for pairing, span in spans
+            if span.start < span.end
+        )
 
     def estimate(self, tokens: int, cost: Cost | None = None) -> float:
         """Estimate the seconds in which ``tokens`` tokens reach the slots when no block of the source follows another."""
@@ -132,11 +183,16 @@ class Repacking:
         size = pairing.block_sizes[0]
         return (start // size + self.slots) * size
 
-    def _slots(self, span: Span, size: int) -> Table:
-        first, last = span.start // size, -(-span.end // size)
-        if last - first > self.slots:
+    @staticmethod
+    def _span(pairing: Pairing, start: int, end: int, prompt: int | None) -> Span:
+        return moving(pairing, start, end, prompt=end if prompt is None else prompt, exact=True)
+
+    def _first_slots(self, group: int, start: int, end: int) -> Table:
+        size = next((p.block_sizes[0] for p in self.pairings if p.source_group == group), 1)
+        first, last = start // size, -(-end // size)
+        if last - first > self.slots and any(pairing.source_group == group for pairing in self.pairings):
             raise ValueError(
-                f"positions [{span.start}, {span.end}) need {last - first} slots of staging, and there are {self.slots}"
+                f"positions [{start}, {end}) need {last - first} slots of staging, and there are {self.slots}"
             )
         return Table(np.arange(last - first, dtype=np.int32), first * size)
 
@@ -244,20 +300,27 @@ def _clusters(cells: Sequence[_Cell]) -> Iterator[list[_Cell]]:
         yield together
 
 
-def _moves(pairing: Pairing, blocks: int, span: Span, source: Table, slots: Table, sink: Table) -> NDArray[np.int64]:
-    """List which tokens go where. The source's own table, of a cache of ``blocks``, says what its window has passed."""
-    there = pairing.num_blocks[1]
-    real = segments(pairing._replace(num_blocks=(blocks, there)), span, source, sink)
+def _moves(pairing: Pairing, span: Span, slots: Table, sink: Table) -> NDArray[np.int64]:
+    """List which tokens of which slots go where."""
     # Slots count from one here: none of them is the null block.
-    counted = segments(
-        pairing._replace(num_blocks=(len(slots.ids) + 1, there)), span, Table(slots.ids + 1, slots.first), sink
-    )
+    counted = pairing._replace(num_blocks=(MAX_SLOTS, pairing.num_blocks[1]))
     parts = [
-        np.stack(np.broadcast_arrays(slot.source - 1, of.source, slot.sink, of.sink, of.tokens), axis=1)
-        for _, slot in zip(real, counted, strict=True)
-        for of in (slot.kind,)
+        np.stack(np.broadcast_arrays(one.source - 1, kind.source, one.sink, kind.sink, kind.tokens), axis=1)
+        for one in segments(counted, span, Table(slots.ids + 1, slots.first), sink)
+        for kind in (one.kind,)
     ]
     return np.concatenate(parts)
+
+
+def _check_real(pairing: Pairing, blocks: int, span: Span, source: Table, sink: Table | None) -> None:
+    """Raise ValueError when the source has let go of blocks in a window that are still wanted."""
+    size = pairing.block_sizes[0]
+    whole = Span(span.start // size * size, -(-span.end // size) * size)
+    if sink is None:  # every block is wanted: say that none of the sink's is the null block
+        sink, span = Table(np.ones((whole.end - whole.start) // size, dtype=np.int32), whole.start), whole
+        pairing = pairing._replace(block_sizes=(size, size))
+    for _ in segments(pairing._replace(num_blocks=(blocks, MAX_SLOTS)), span, source, sink):
+        pass
 
 
 def _held(pairing: Pairing) -> Iterator[Held]:

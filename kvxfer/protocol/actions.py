@@ -24,8 +24,8 @@ class PostWrite:
 
     The lease that allows it ends at ``until``: the driver looks at the clock again right before it posts.
 
-    ``source_blocks`` and ``sink_blocks`` are packed int32 ids whose first block holds position ``source_first`` and
-    ``sink_first`` (multiples of the block sizes).
+    ``source_blocks`` are the packed int32 ids of the source's blocks from position 0 on, ``registered`` what the sink registered
+    for the positions ``span``: ids of its blocks, or of slots of its staging area.
     """
 
     transfer: int
@@ -36,15 +36,17 @@ class PostWrite:
     start: int
     end: int
     source_blocks: bytes
-    source_first: int
-    sink_blocks: bytes
-    sink_first: int
+    registered: bytes
+    span: tuple[int, int]
     until: float
 
 
 @dataclass(frozen=True, slots=True)
 class PostRead:
-    """Read positions [start, end) out of the source's blocks into the sink's, and report back under ``transfer``."""
+    """Read positions [start, end) out of the source's blocks into the sink's, and report back under ``transfer``.
+
+    Blocks are named as in ``PostWrite``.
+    """
 
     transfer: int
     frm: RankId
@@ -53,9 +55,8 @@ class PostRead:
     start: int
     end: int
     source_blocks: bytes
-    source_first: int
-    sink_blocks: bytes
-    sink_first: int
+    registered: bytes
+    span: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from kvxfer.protocol.sink_states import TRANSITIONS, Event, State
 __all__ = ["TRANSITIONS", "Event", "Sink", "State"]
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from kvxfer.protocol.ids import HandoffId, RankId
 
@@ -37,8 +37,6 @@ class Sink:
 
     Parameters
     ----------
-    block_size
-        Tokens in a block of this rank.
     drain_bound
         Seconds in which a write that was posted before a lease ended has landed or never will.
     lease_margin
@@ -54,7 +52,6 @@ class Sink:
 
     def __init__(
         self,
-        block_size: int,
         *,
         drain_bound: float = 2.0,
         lease_margin: float = 0.5,
@@ -62,7 +59,6 @@ class Sink:
         transfer_limit: float = 120.0,
         revoke: bool = True,
     ) -> None:
-        self.block_size = block_size
         self.drain_bound = drain_bound
         self.lease_margin = lease_margin
         self.renew_after = renew_after
@@ -111,15 +107,21 @@ class Sink:
 
     # --- events from the control channel ----------------------------------------------------------------------------
 
-    def connected(self, handoff: HandoffId, sources: Sequence[RankId], now: float) -> Iterator[Action]:
-        """All source ranks are connected, the fence for the blocks has passed: register."""
+    def connected(
+        self, handoff: HandoffId, sources: Sequence[RankId], now: float, staged: Mapping[RankId, bytes] | None = None
+    ) -> Iterator[Action]:
+        """All source ranks are connected, the fence for the blocks has passed: register.
+
+        ``staged`` are packed ids of slots that shall receive the positions in place of the handoff's own blocks, by source
+        rank. They belong to the handoff for as long as its blocks do.
+        """
         one = self._handoffs.get(handoff)
         if one is None or one.state is not State.OPENING:
             return
         self._step(one, Event.CONNECT)
         if one.mode == "push":
             self._exposed.add(one.id)
-        one.parts = {rank: Part() for rank in sources}
+        one.parts = {rank: Part((staged or {}).get(rank, one.blocks)) for rank in sources}
         yield Note("sink", one.id, "registered")
         yield from self._register(one, now)
 
@@ -173,8 +175,8 @@ class Sink:
 
     def grant(self, frm: RankId, message: Grant, now: float) -> Iterator[Action]:
         """Handle Grant (pull): read, if the lease still has a future; otherwise ask again."""
-        one, _ = self._part(message.handoff, message.attempt, frm.agent)
-        if one is None or one.mode != "pull" or one.state not in (State.REGISTERED, State.READING):
+        one, part = self._part(message.handoff, message.attempt, frm.agent)
+        if one is None or part is None or one.mode != "pull" or one.state not in (State.REGISTERED, State.READING):
             return
         if message.tokens < one.end:
             reason = (
@@ -197,7 +199,7 @@ class Sink:
         yield Note("sink", one.id, "granted")
         yield PostRead(
             one.reading, frm, one.id, one.attempt, one.start, one.end,
-            message.blocks, 0, one.blocks, one.start - one.start % self.block_size,
+            message.blocks, part.blocks, (one.start, one.end),
         )  # fmt: skip
 
     def peer_lost(
@@ -307,6 +309,11 @@ class Sink:
             one.called_back = True
         return bool(waiting)
 
+    def span(self, handoff: HandoffId) -> tuple[int, int, bytes]:
+        """Return the positions [start, end) of an open handoff, and its own blocks."""
+        one = self._handoffs[handoff]
+        return one.start, one.end, one.blocks
+
     def request(self, handoff: HandoffId) -> str | None:
         """Return the request that an open handoff is for."""
         one = self._handoffs.get(handoff)
@@ -341,7 +348,7 @@ class Sink:
         one.asked = now
         for rank, part in one.parts.items():
             if not part.quiet:
-                span = (one.mode, one.start, one.end, one.blocks)
+                span = (one.mode, one.start, one.end, part.blocks)
                 yield Send(rank, Register(one.id, one.attempt, *span, now, again, one.prompt))
 
     def _check(self, one: SinkHandoff) -> Iterator[Action]:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 class Part:
     """What one source rank contributes: its data by generation, its seal, and whether it still may write."""
 
+    blocks: bytes = b""  # what is registered with it
     valid: dict[int, IntervalSet] = field(default_factory=dict)
     sealed: int | None = None  # the generation that counts
     quiet: bool = False  # acknowledged: nothing of the attempt is or will be in flight

@@ -130,8 +130,7 @@ class Delivery:
             self._transfers[transfer] = one
             yield PostWrite(
                 transfer, sink.rank, one.id, sink.attempt, one.generation, start, stop,
-                one.blocks.tobytes(), 0, sink.blocks, sink.start - sink.start % self.block_size,
-                self._may_post_until[sink.rank],
+                one.blocks.tobytes(), sink.blocks, (sink.start, sink.end), self._may_post_until[sink.rank],
             )  # fmt: skip
 
     @staticmethod

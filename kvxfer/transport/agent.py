@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvxfer.layout.blocks import Descriptors
+    from kvxfer.layout.runs import Descriptors
 
 
 class Status(Enum):

@@ -16,7 +16,8 @@ from kvxfer.errors import TransportError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvxfer.layout.blocks import CacheLayout, Descriptors
+    from kvxfer.layout.card import RankCard
+    from kvxfer.layout.runs import Descriptors
     from kvxfer.transport.agent import Agent, Status
 
 logger = logging.getLogger("kvxfer.mover")
@@ -25,17 +26,21 @@ logger = logging.getLogger("kvxfer.mover")
 class AgentKeeper:
     """Of one mover, in its thread. ``agent`` is there after ``open``; between a closing and an opening nothing can be posted."""
 
-    def __init__(self, make_agent: Callable[[], Agent], layout: CacheLayout) -> None:
+    def __init__(self, make_agent: Callable[[], Agent], card: RankCard) -> None:
         self.agent: Agent = _NoAgent()
         self.metadata = b""
         self._make_agent = make_agent
-        self._layout = layout
+        cache, staging = card.cache, card.staging
+        self._memory = cache.memory
+        self._spans = [(address, length, cache.device) for address, length in cache.spans]
+        if staging is not None:
+            self._spans.append((staging.address, staging.size, cache.device))
 
     def open(self) -> None:
-        """Make an agent and register the cache. Raises what went wrong; then there is none."""
+        """Make an agent and register the cache, and the staging area. Raises what went wrong; then there is no agent."""
         agent = self._make_agent()
         try:
-            agent.register(self._layout.spans, self._layout.memory)
+            agent.register(self._spans, self._memory)
             self.metadata = agent.metadata()
         except BaseException:
             agent.close()

@@ -43,6 +43,7 @@ from kvxfer.transport.openings import Openings
 from kvxfer.transport.reach import NotNowError
 from kvxfer.transport.records import RecordBook
 from kvxfer.transport.refusals import Refusals
+from kvxfer.transport.staging import Staging, Wanted
 from kvxfer.transport.steps import Steps
 from kvxfer.transport.threads import Round, run_on
 from kvxfer.transport.transfers import InFlight, Transfers
@@ -50,8 +51,10 @@ from kvxfer.transport.transfers import InFlight, Transfers
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
-    from kvxfer.layout.blocks import CacheLayout
-    from kvxfer.protocol.ids import RankId
+    from kvxfer.layout.card import RankCard
+    from kvxfer.layout.repack import Call
+    from kvxfer.platform import Fence
+    from kvxfer.protocol.ids import HandoffId, RankId
     from kvxfer.transport.agent import Agent
 
 __all__ = ["TICK", "Mover", "MoverSettings"]
@@ -70,7 +73,7 @@ class Mover(threading.Thread):
     def __init__(
         self,
         rank: RankId,
-        layout: CacheLayout,
+        card: RankCard,
         make_agent: Callable[[], Agent],
         settings: MoverSettings,
         send: Callable[[RankId, messages.Message], None],
@@ -78,13 +81,14 @@ class Mover(threading.Thread):
         cpus: Collection[int] | None = None,
         clock: Callable[[], float] = time.monotonic,
         renewed: Renewed = lambda _metadata, *, anew: None,  # noqa: ARG005
+        repack: Callable[[Call], Fence] | None = None,
     ) -> None:
         super().__init__(name=f"kvxfer-mover-{rank.rank}", daemon=True)
         self.rank = rank
-        self.layout = layout
+        self.cache = card.cache
         self.settings = settings
         self.source = Source(
-            layout.block_size,
+            card.cache.block_size,
             stream=settings.stream,
             leg_timeout=settings.leg_timeout,
             lease=settings.pull_lease,
@@ -93,7 +97,6 @@ class Mover(threading.Thread):
             transfer_limit=settings.transfer_limit,
         )
         self.sink = Sink(
-            layout.block_size,
             drain_bound=settings.drain_bound,
             renew_after=settings.pull_lease / 4,
             transfer_limit=settings.transfer_limit,
@@ -103,7 +106,7 @@ class Mover(threading.Thread):
         self.results: deque[SourceFinished | SinkFinished | SourceQuiet] = deque()
         """What the engine is owed, oldest first; the engine thread pops from the left."""
         self.counters = dict.fromkeys(COUNTERS, 0)
-        self.transfers = Transfers(rank, layout, make_agent, clock)
+        self.transfers = Transfers(rank, card, make_agent, clock)
         self._refusals = Refusals(logger)
         self._send = send
         self._renewed = renewed
@@ -113,8 +116,10 @@ class Mover(threading.Thread):
         self._ready = threading.Event()
         self._start_error: BaseException | None = None
         self._revoking: float | None = None
+        self._slotless: dict[HandoffId, tuple[RankId, ...]] = {}  # for slots
         self._steps = Steps()
         self._openings = Openings(connect)
+        self._staging = Staging(repack)
         self._next_tick = 0.0
         self._linger_until = 0.0
         self._round = Round()
@@ -196,6 +201,7 @@ class Mover(threading.Thread):
                 return False
         now = self._clock()
         self._guarded(self._act_on_fences, now)
+        self._guarded(self._act_on_staging, now)
         for one, failed in terminal:
             self._guarded(self._act_on_terminal, one, failed, now)
         for frm, packed in notifications:
@@ -214,7 +220,7 @@ class Mover(threading.Thread):
         """Seconds to sleep in the mailbox; None for as long as nothing comes."""
         if self._revoking is not None:
             return self.settings.poll if self.transfers.in_flight else TICK
-        if self.transfers.in_flight or self._steps or self._needs_progress():
+        if self.transfers.in_flight or self._steps or self._needs_progress() or self._staging.packing():
             return self.settings.poll
         return TICK if len(self.source) or len(self.sink) else None
 
@@ -263,7 +269,7 @@ class Mover(threading.Thread):
                     self._openings.again(address)  # its sessions have ended meanwhile
                     return
                 for handoff in self._openings.connected(address, ranks):
-                    self._run(self.sink.connected(handoff, ranks, now))
+                    self._register(handoff, ranks, now)
             case cmd.Unreachable(address, reason):
                 for handoff in self._openings.unreachable(address):
                     self._run(self.sink.unreachable(handoff, reason))
@@ -295,7 +301,7 @@ class Mover(threading.Thread):
             record = self.records.open("sink", opened.handoff, self.rank.rank, self.settings.mode)
             record.request_id, record.backend = opened.request_id, self.transfers.backend
             record.tokens = opened.end - opened.start
-            record.blocks = self.layout.blocks_for(opened.start, opened.end)
+            record.blocks = self.cache.blocks_for(opened.start, opened.end)
             record.times.expected, record.times.allocated = opened.heard, opened.allocated
             self._run(self._opening(opened, now))
             self._openings.open(opened.handoff, opened.source)
@@ -320,7 +326,33 @@ class Mover(threading.Thread):
                 continue  # cancelled or refused meanwhile
             ranks = self._openings.fenced(opened.handoff)
             if ranks is not None:
-                self._run(self.sink.connected(opened.handoff, ranks, now))
+                self._register(opened.handoff, ranks, now)
+
+    def _register(self, handoff: HandoffId, ranks: tuple[RankId, ...], now: float) -> None:
+        """Register a sink with its source's ranks, once it has the slots that it needs to be received, if any."""
+        try:
+            routes = {rank: self.transfers.route(rank, inward=True) for rank in ranks}
+            staged = self._staging.take(self._wanted(handoff), routes)
+        except TransportError as error:
+            self._run(self.sink.unreachable(handoff, str(error)))
+            return
+        if staged is None:
+            self._slotless[handoff] = ranks
+        else:
+            self._run(self.sink.connected(handoff, ranks, now, staged))
+
+    def _wanted(self, handoff: HandoffId) -> Wanted:
+        start, end, blocks = self.sink.span(handoff)
+        return Wanted(handoff, (start, end), blocks, self.cache.block_size)
+
+    def _act_on_staging(self, now: float) -> None:
+        for done in self._staging.packed():
+            self._finish(done)
+        while (handoff := self._staging.ready()) is not None:
+            before = len(self._slotless)
+            self._register(handoff, self._slotless.pop(handoff), now)
+            if len(self._slotless) == before:
+                return
 
     def _lose(self, rank: RankId, reason: str, granted_until: float, now: float, *, dead: bool = False) -> None:
         self._run(self.sink.peer_lost(rank, reason, granted_until, now, dead=dead))
@@ -426,8 +458,12 @@ class Mover(threading.Thread):
                     self._send(to, message)
                 case PostWrite() | PostRead():
                     self._post_transfer(action)
-                case SourceFinished() | SinkFinished():
+                case SourceFinished():
                     self._finish(action)
+                case SinkFinished():
+                    self._slotless.pop(action.handoff, None)
+                    if not self._staging.received(action):
+                        self._finish(action)
                 case SourceQuiet():
                     self.results.append(action)
                 case Revoke(reason):
@@ -495,4 +531,4 @@ class Mover(threading.Thread):
         record.peer = str(action.to if isinstance(action, PostWrite) else action.frm)
         if isinstance(action, PostWrite):
             record.tokens += action.end - action.start
-            record.blocks += self.layout.blocks_for(action.start, action.end)
+            record.blocks += self.cache.blocks_for(action.start, action.end)

@@ -30,7 +30,7 @@ from kvxfer.transport.nixl_rescue import rescue, restore
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from kvxfer.layout.blocks import Descriptors
+    from kvxfer.layout.runs import Descriptors
 
 logger = logging.getLogger("kvxfer.nixl")
 

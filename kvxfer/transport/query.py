@@ -21,7 +21,7 @@ from kvxfer.transport.records import HandoffRecord
 from kvxfer.transport.secret import load_secret
 
 if TYPE_CHECKING:
-    from kvxfer.layout.blocks import CacheLayout
+    from kvxfer.layout.maps import CacheMap
     from kvxfer.protocol.auth import Secret
 
 _Answer = TypeVar("_Answer", bound=messages.Message)
@@ -32,7 +32,7 @@ class RankReport:
     """What one worker rank says: its layout, its counters since it started, and its last records."""
 
     rank: int
-    layout: CacheLayout
+    cache: CacheMap
     backend: str
     counters: dict[str, int]
     records: list[HandoffRecord]
@@ -71,7 +71,7 @@ def fetch_records(
             report = asker.ask(reachable(address.host, host), address.port, messages.ReportAsk(last), messages.Report)
             card = RankCard.from_builtins(report.card)
             records = msgspec.convert(report.records, list[HandoffRecord])
-            reports.append(RankReport(report.rank, card.layout, card.backend, report.counters, records))
+            reports.append(RankReport(report.rank, card.cache, card.backend, report.counters, records))
     return EngineReport(directory.engine, reports)
 
 

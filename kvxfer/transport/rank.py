@@ -15,8 +15,9 @@ from kvxfer.transport.mover import Mover, MoverSettings
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from kvxfer.layout.blocks import CacheLayout
     from kvxfer.layout.card import RankCard
+    from kvxfer.layout.repack import Call
+    from kvxfer.platform import Fence
     from kvxfer.protocol.auth import Secret
     from kvxfer.protocol.ids import RankId
     from kvxfer.protocol.peers import Timing
@@ -27,13 +28,15 @@ if TYPE_CHECKING:
 class RankThreads:
     """The mover and the control channel of one rank. Raises TransportError when the address cannot be bound.
 
-    ``make_agent`` is called in the mover's thread. ``cpus`` is where both threads run (see ``Platform.background_cpus``).
+    ``card`` says everything of the rank but how to reach its agent. ``make_agent`` is called in the mover's thread, ``repack``
+    (the platform's, where the card names a staging area) as well. ``cpus`` is where both threads run (see
+    ``Platform.background_cpus``).
     """
 
     def __init__(
         self,
         me: RankId,
-        layout: CacheLayout,
+        card: RankCard,
         make_agent: Callable[[], Agent],
         settings: MoverSettings,
         timing: Timing,
@@ -44,24 +47,31 @@ class RankThreads:
         mover_timeout: float = 30.0,
         cpus: Collection[int] | None = None,
         secret: Secret | None = None,
+        repack: Callable[[Call], Fence] | None = None,
     ) -> None:
         self.me = me
         self.control = ControlChannel(me, host, port, self, timing, connect_timeout, cpus, secret)
         self.mover = Mover(
-            me, layout, make_agent, settings, self.control.send, self.control.connect, cpus, renewed=self._renew
+            me,
+            card,
+            make_agent,
+            settings,
+            self.control.send,
+            self.control.connect,
+            cpus,
+            renewed=self._renew,
+            repack=repack,
         )
         self._mover_timeout = mover_timeout
-        self._make_card: Callable[[bytes], RankCard]
-        self._card: RankCard | None = None
+        self._card = card
 
-    def start(self, card: Callable[[bytes], RankCard]) -> None:
-        """Start both threads; ``card`` makes what peers are told, from the agent's metadata. Raises what went wrong."""
+    def start(self) -> None:
+        """Start both threads. Raises what went wrong."""
         try:
             self.mover.start_and_wait()
         except KvxferError:
             self.control.stop()
             raise
-        self._make_card = card
         self._renew(self.mover.transfers.keeper.metadata, anew=False)
         self.control.start()
 
@@ -72,7 +82,7 @@ class RankThreads:
 
     def _renew(self, metadata: bytes, *, anew: bool) -> None:
         """Tell whoever asks from now on how to reach the mover's agent; ``anew``: what peers know is not true any more."""
-        self._card = self._make_card(metadata)
+        self._card = msgspec.structs.replace(self._card, agent=metadata)
         if anew:
             self.control.renew(self._card)
         else:
@@ -120,6 +130,5 @@ class RankThreads:
 
     def on_report(self, last: int) -> Report:
         """Answer with the handoff records."""
-        assert self._card is not None, "nothing listens before the card is there"
         records = [msgspec.to_builtins(record) for record in self.mover.records.last(min(last, MAX_RECORDS))]
         return Report(self.me.rank, self._card.to_builtins(), self.mover.counters | self.control.counters, records)

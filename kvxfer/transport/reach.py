@@ -80,9 +80,7 @@ class Reach:
 
     def of(self, peer: RankId, agent: Agent) -> tuple[str, RankCard]:
         """Return a peer's agent name and card, making its memory reachable first if it is not. Raises TransportError."""
-        card = self._cards.get(peer)
-        if card is None:
-            raise TransportError(f"{peer} has no open session")
+        card = self.card(peer)
         if self._answered.get(peer, 0.0) <= self._doubt_since:
             raise NotNowError(f"a connection broke just now, and {peer} has not answered since")
         name, loaded = self._agents.get(peer, ("", b""))
@@ -101,6 +99,13 @@ class Reach:
                 raise TransportError(f"{peer} shows the memory of {shown(name)} for its own")
             self._agents[peer] = name, card.agent
         return name, card
+
+    def card(self, peer: RankId) -> RankCard:
+        """Return the card of a peer with an open session. Raises TransportError."""
+        card = self._cards.get(peer)
+        if card is None:
+            raise TransportError(f"{peer} has no open session")
+        return card
 
     def has(self, name: str) -> bool:
         """Tell whether the agent has a peer of this name that is not to be forgotten."""

@@ -9,7 +9,8 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvxfer.layout.blocks import block_span, plan_blocks
+from kvxfer.errors import LayoutMismatchError, TransportError
+from kvxfer.layout.card import connected
 from kvxfer.protocol.actions import PostWrite
 from kvxfer.protocol.messages import Written, pack_written
 from kvxfer.transport.agent import Status
@@ -19,8 +20,9 @@ from kvxfer.transport.reach import NotNowError, Reach
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvxfer.layout.blocks import CacheLayout, Descriptors
     from kvxfer.layout.card import RankCard
+    from kvxfer.layout.route import Route
+    from kvxfer.layout.runs import Descriptors
     from kvxfer.protocol.actions import PostRead
     from kvxfer.protocol.ids import HandoffId, RankId
     from kvxfer.transport.agent import Agent
@@ -45,14 +47,15 @@ class Transfers:
     """Of one rank. ``make_agent`` makes the agent, at ``start`` and after each revocation."""
 
     def __init__(
-        self, rank: RankId, layout: CacheLayout, make_agent: Callable[[], Agent], clock: Callable[[], float]
+        self, rank: RankId, card: RankCard, make_agent: Callable[[], Agent], clock: Callable[[], float]
     ) -> None:
         self.rank = rank
-        self.layout = layout
-        self.keeper = AgentKeeper(make_agent, layout)
+        self.card = card
+        self.keeper = AgentKeeper(make_agent, card)
         self.in_flight: list[InFlight] = []
         self.reach = Reach()
         self._clock = clock
+        self._routes: dict[tuple[RankId, bool], Route | None] = {}
 
     @property
     def backend(self) -> str:
@@ -67,6 +70,8 @@ class Transfers:
             self.reach.forget(old)
             self._forget(old.agent)
         self.reach.up(rank, card)
+        for inward in (False, True):
+            self._routes.pop((rank, inward), None)
         return self.keeper.agent.meet(rank.agent)
 
     def lost(self, rank: RankId) -> None:
@@ -99,31 +104,38 @@ class Transfers:
         except Exception as error:  # noqa: BLE001 - names are never used twice, so this one can stay
             logger.info("%s", error)
 
+    def route(self, peer: RankId, *, inward: bool) -> Route:
+        """Return the way from this rank to a peer with a session, or (``inward``) from it to this one. Raises TransportError."""
+        if (peer, inward) not in self._routes:
+            theirs = self.reach.card(peer)
+            try:
+                route = connected(theirs, self.card) if inward else connected(self.card, theirs)
+            except LayoutMismatchError as error:
+                raise TransportError(str(error)) from None
+            self._routes[peer, inward] = route
+        found = self._routes[peer, inward]
+        if found is None:
+            raise TransportError(f"nothing that {peer} holds answers to what {self.rank} holds")
+        return found
+
     # --- transfers --------------------------------------------------------------------------------------------------
 
     def post(self, action: PostWrite | PostRead) -> InFlight:
         """Plan and post a transfer. Raises whatever kept it from being posted whole."""
         write = isinstance(action, PostWrite)
         peer = action.to if isinstance(action, PostWrite) else action.frm
-        name, card = self.reach.of(peer, self.keeper.agent)
-        mine, theirs = (action.source_blocks, action.source_first), (action.sink_blocks, action.sink_first)
-        if not write:
-            mine, theirs = theirs, mine
-        local, remote = plan_blocks(
-            self.layout,
-            block_span(*mine, action.start, action.end, self.layout.block_size),
-            card.layout,
-            block_span(*theirs, action.start, action.end, card.layout.block_size),
-        )
+        name, _ = self.reach.of(peer, self.keeper.agent)
+        route = self.route(peer, inward=not write)
+        plan = route.plan(action.source_blocks, action.registered, action.span, action.start, action.end)
+        local, remote = (plan.source, plan.sink) if write else (plan.sink, plan.source)
         transfer = self._post(action, local, remote, name)
-        size = int(local[:, 1].sum())
         side = "source" if write else "sink"
-        one = InFlight(transfer, action.transfer, action.handoff, side, name, size, len(local))
+        one = InFlight(transfer, action.transfer, action.handoff, side, name, plan.bytes, plan.count)
         self.in_flight.append(one)
         return one
 
     def _post(self, action: PostWrite | PostRead, local: Descriptors, remote: Descriptors, name: str) -> Any:
-        agent, memory = self.keeper.agent, self.layout.memory
+        agent, memory = self.keeper.agent, self.card.cache.memory
         if not isinstance(action, PostWrite):
             return agent.post("READ", local, remote, memory, name)
         written = Written(action.handoff, action.attempt, action.generation, self.rank.rank, action.start, action.end)

@@ -25,7 +25,7 @@ from kvxfer.transport.agent import Status
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvxfer.layout.blocks import Descriptors
+    from kvxfer.layout.runs import Descriptors
 
 
 @dataclass(slots=True)

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvxfer.errors import ConfigError, PlatformError
-from kvxfer.layout.blocks import CacheLayout, Region
-from kvxfer.platform import Fence, Geometry, Platform, Presence
+import numpy as np
+
+from kvxfer.errors import ConfigError, LayoutMismatchError, PlatformError
+from kvxfer.layout.describe import Heads, Tensor, opaque
+from kvxfer.layout.maps import CacheMap, Group, Plane
+from kvxfer.platform import Fence, Geometry, LayerGroup, Platform, Presence
+from kvxfer_host.repack import OFFERS, repack, vec
 from kvxfer_host.stream import LateStream
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
+
+    from kvxfer.layout.repack import Call
 
 FENCE_DELAY = "KVXFER_HOST_FENCE_DELAY"
 """Test mode: seconds by which the host's fences pass late (see stream.py)."""
@@ -30,6 +37,15 @@ class _Passed:
 
 
 _PASSED = _Passed()
+
+
+class HostMemory:
+    """Bytes that begin at ``address``, for as long as this is referred to."""
+
+    def __init__(self, size: int) -> None:
+        self._bytes = np.empty(size, dtype=np.uint8)
+        self.address: int = self._bytes.ctypes.data
+        self.size = size
 
 
 class HostPlatform(Platform):
@@ -53,40 +69,59 @@ class HostPlatform(Platform):
         """Without an EFA device, keep libfabric to its tcp provider: probing the others costs seconds and log lines."""
         return {} if Path(_EFA_DRIVER).is_dir() and any(Path(_EFA_DRIVER).glob("*:*")) else {"FI_PROVIDER": "tcp"}
 
-    def describe(self, caches: Mapping[str, Any], geometry: Geometry) -> CacheLayout:
-        """Describe [blocks, heads, tokens, content] tensors, one region a layer; block interiors are opaque.
+    def describe(self, caches: Mapping[str, Any], geometry: Geometry) -> CacheMap:
+        """Describe vLLM's CPU caches, [blocks, heads, tokens, K + V], by what its kernels write into them.
 
-        Inside a block, vLLM's CPU kernels lay K and V out by instruction set, not by the tensor's strides: K is transposed
-        (vLLM 0.29 v1/attention/backends/cpu_attn.py ``_get_attn_isa``, csrc/cpu; run on 0.29 and 0.32). Hence the tag.
+        Inside a block they lay K and V out by instruction set, not by the tensor's strides (vLLM 0.29
+        v1/attention/backends/cpu_attn.py ``_get_attn_isa``, csrc/cpu; run on 0.29 and 0.32): "vec" transposes K, which
+        strides can say; the others pack tokens into tiles, so that whole blocks move between equal kernels.
         """
-        regions: list[Region] = []
-        spans: dict[int, tuple[int, int, int]] = {}
-        dtypes = {str(cache.dtype).removeprefix("torch.") for cache in caches.values()}
-        if len(dtypes) != 1:
-            raise PlatformError(f"the cache's layers have the element types {sorted(dtypes)}; this platform knows one")
-        for name, cache in caches.items():
-            item = cache.element_size()
-            if cache.dim() < 2 or cache.shape[0] != geometry.num_blocks or not cache[0].is_contiguous():  # noqa: PLR2004
-                raise PlatformError(
-                    f"layer {name}: a cache of shape {tuple(cache.shape)} and strides {tuple(cache.stride())} is not "
-                    f"{geometry.num_blocks} blocks, each one run of memory; unset VLLM_KV_CACHE_LAYOUT"
-                )
-            block_bytes = cache[0].numel() * item
-            regions.append(Region(name, cache.data_ptr(), cache.stride(0) * item, block_bytes, 0))
+        groups = tuple(self._describe_group(group, caches, geometry) for group in geometry.groups)
+        spans = {}
+        for cache in caches.values():
             storage = cache.untyped_storage()
-            spans[storage.data_ptr()] = (storage.data_ptr(), storage.nbytes(), 0)
-        return CacheLayout(
-            block_size=geometry.block_size,
-            num_blocks=geometry.num_blocks,
-            dtype=dtypes.pop(),
-            layers=len(regions),
-            kv_heads=geometry.kv_heads,
-            head_dim=geometry.head_dim,
-            interior=_interior(next(iter(caches.values())).dtype, geometry),
-            memory="DRAM",
-            regions=tuple(regions),
-            spans=tuple(spans.values()),
-        )
+            spans[storage.data_ptr()] = storage.nbytes()
+        return CacheMap(groups, tuple(spans.items()), "DRAM")
+
+    def _describe_group(self, group: LayerGroup, caches: Mapping[str, Any], geometry: Geometry) -> Group:
+        tensors = [_tensor(name, index, caches[name], geometry) for name, index in group.layers]
+        dtypes = {caches[name].dtype for name, _ in group.layers}
+        if len(dtypes) != 1:
+            raise PlatformError(
+                f"the cache's layers have the element types {sorted(map(str, dtypes))}; this platform knows one"
+            )
+        (dtype,) = dtypes
+        text, item = str(dtype).removeprefix("torch."), caches[group.layers[0][0]].element_size()
+        interior = _interior(dtype, group, geometry)
+        planes: tuple[Plane, ...]
+        shape = tensors[0].shape
+        try:
+            if shape[1:] == (len(group.heads), group.block_size, 2 * group.head_size):
+                heads = Heads(group.heads, group.total_heads)
+                if interior.endswith(":vec"):
+                    planes = vec(tensors, group.block_size, group.head_size, dtype=text, item=item, heads=heads)
+                else:
+                    planes = opaque(tensors, "BHNC", name="kv", dtype=text, interior=interior, item=item, heads=heads)
+            else:
+                flat = [_flattened(tensor, item) for tensor in tensors]
+                alone = Heads((0,), 1)  # whatever it is, it is this rank's whole block
+                tag = f"{interior}:{len(group.heads)}of{group.total_heads}x{group.head_size}"
+                planes = opaque(flat, "BC", name="block", dtype=text, interior=tag, item=item, heads=alone)
+        except LayoutMismatchError as error:
+            raise PlatformError(f"layers {group.layers[0][0]} to {group.layers[-1][0]}: {error}") from None
+        return Group(group.block_size, geometry.num_blocks, planes, group.window)
+
+    offers: ClassVar[tuple[tuple[str, str], ...]] = OFFERS
+
+    def staging(self, size: int, device: int) -> HostMemory:
+        """Host memory, which takes no room before it is written to."""
+        del device
+        return HostMemory(size)
+
+    def repack(self, call: Call) -> Fence:
+        """Move the tokens at once."""
+        repack(call)
+        return _PASSED
 
     def pci_address(self, device: int) -> str | None:
         """Host memory is behind no PCI function."""
@@ -126,12 +161,28 @@ def _delay_from_environment() -> float:
     return delay
 
 
-def _interior(dtype: object, geometry: Geometry) -> str:
+def _tensor(name: str, index: int, cache: Any, geometry: Geometry) -> Tensor:
+    item = cache.element_size()
+    shape, strides = tuple(cache.shape), tuple(step * item for step in cache.stride())
+    if len(shape) < 2 or shape[0] != geometry.num_blocks or not cache[0].is_contiguous():  # noqa: PLR2004
+        raise PlatformError(
+            f"layer {name}: a cache of shape {shape} and strides {tuple(cache.stride())} is not "
+            f"{geometry.num_blocks} blocks, each one run of memory; unset VLLM_KV_CACHE_LAYOUT"
+        )
+    return Tensor(index, cache.data_ptr(), shape, strides)
+
+
+def _flattened(tensor: Tensor, item: int) -> Tensor:
+    """View blocks whose inside has other axes as runs of elements."""
+    size = math.prod(tensor.shape[1:])
+    return tensor._replace(shape=(tensor.shape[0], size), strides=(tensor.strides[0], item))
+
+
+def _interior(dtype: object, group: LayerGroup, geometry: Geometry) -> str:
     """Name how the attention kernels lay out a block's inside; whatever is not known becomes part of the name."""
     backends = "+".join(geometry.attention_backends) or "no-attention"
     try:
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa  # nothing public tells it
     except ImportError:
         return f"host:{backends}"
-    isa = _get_attn_isa(dtype, geometry.block_size, geometry.head_dim)
-    return f"host:{backends}:{isa}"
+    return f"host:{backends}:{_get_attn_isa(dtype, group.block_size, group.head_size)}"

@@ -47,7 +47,7 @@ def engines(monkeypatch):
 
     def fetch(host, port):
         assert host == "127.0.0.1"
-        return SimpleNamespace(ranks=[SimpleNamespace(layout=f"layout of {port}")], records=list(found[port]))
+        return SimpleNamespace(ranks=[SimpleNamespace(cache=f"cache of {port}")], records=list(found[port]))
 
     monkeypatch.setattr(counts, "fetch_records", fetch)
     pair = [
@@ -60,7 +60,7 @@ def engines(monkeypatch):
 def test_each_new_handoff_is_found_once_both_sides_have_ended_it(engines):
     found, pair = engines
     counters = Counters(*pair)
-    assert counters.layouts == ("layout of 2",)
+    assert counters.caches == ("cache of 2",)
     found[1] += [source("probe-1"), source("a")]
     found[2].append(sink("a"))
     assert counters.next_moved(0.0).handoff == "a"

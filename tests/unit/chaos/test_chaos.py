@@ -36,7 +36,7 @@ def test_nothing_is_wrong_where_engines_share_a_secret():
     results = [Simulation(seed).run() for seed in seeds_of("overheard", 12)[3:]]
     assert [violation for result in results for violation in result.violations] == []
     assert sum(result.faults["replayed"] for result in results) > 1000
-    assert sum(result.moved for result in results) >= sum(result.handoffs for result in results) / 2
+    assert sum(result.moved for result in results) >= 400  # of some 1,000: a fault meets about every second one
 
 
 def test_much_is_moved_and_much_goes_wrong(summary):

@@ -99,9 +99,9 @@ class Transfer:
     def pairs(self):
         """(position, source block, sink block) of every position it moves."""
         a = self.action
-        sources, sinks = array("i", a.source_blocks), array("i", a.sink_blocks)
+        sources, sinks = array("i", a.source_blocks), array("i", a.registered)
         for p in range(a.start, a.end):
-            yield p, sources[(p - a.source_first) // BLOCK], sinks[(p - a.sink_first) // BLOCK]
+            yield p, sources[p // BLOCK], sinks[p // BLOCK - a.span[0] // BLOCK]
 
 
 class Linked(RuleBasedStateMachine):
@@ -111,7 +111,7 @@ class Linked(RuleBasedStateMachine):
         super().__init__()
         self.now = 1000.0
         self.numbers = itertools.count(1)
-        self.sink = Sink(BLOCK, drain_bound=DRAIN, lease_margin=0.5, renew_after=2.5)
+        self.sink = Sink(drain_bound=DRAIN, lease_margin=0.5, renew_after=2.5)
         self.memory_p: dict[int, list] = {}
         self.memory_d: dict[int, list] = {}
         self.prefills: list[Prefill] = []

@@ -31,7 +31,7 @@ class Rig:
                 super()._step(one, event)
                 rig.taken.append((before, event))
 
-        self.sink = Recorded(4, drain_bound=2.0, lease_margin=0.5, renew_after=5.0, **settings)
+        self.sink = Recorded(drain_bound=2.0, lease_margin=0.5, renew_after=5.0, **settings)
         self.now = 100.0
         self.all: list = []
 
@@ -170,7 +170,7 @@ def test_every_transition_of_the_table_can_happen(state, event) -> None:
 def test_every_other_transition_is_a_defect_of_ours_and_says_so(state, event) -> None:
     one = SinkHandoff(H, "r1", "push", 0, 8, BLOCKS, 1, state)
     with pytest.raises(LocalProtocolError, match=f"sink handoff h: {event.value} while {state.value}"):
-        Sink(4)._step(one, event)
+        Sink()._step(one, event)
     assert one.state is state
 
 
@@ -560,7 +560,7 @@ def test_a_grant_is_read_once_and_the_source_told_when_it_is_done() -> None:
     assert not rig.sink.receiving()
     (read,) = [a for a in rig.grant() if isinstance(a, PostRead)]
     assert (read.frm, read.handoff, read.attempt, read.start, read.end) == (P, H, 1, 5, 8)
-    assert (read.source_first, read.sink_first, read.source_blocks, read.sink_blocks) == (0, 4, bytes(8), BLOCKS)
+    assert (read.span, read.source_blocks, read.registered) == ((5, 8), bytes(8), BLOCKS)
     assert rig.sink.receiving()
     assert rig.grant() == [], "doubled"
     actions = rig.read_done(read.transfer)

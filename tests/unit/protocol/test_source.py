@@ -251,9 +251,9 @@ def test_a_write_names_blocks_positions_attempt_and_generation() -> None:
     rig.register(attempt=3, start=5)
     (write,) = [a for a in rig.complete() if isinstance(a, PostWrite)]
     assert (write.to, write.handoff, write.attempt, write.generation) == (D, H, 3, 1)
-    assert (write.start, write.end, write.source_first, write.sink_first) == (5, 8, 0, 4)
+    assert (write.start, write.end, write.span) == (5, 8, (5, 8))
     assert list(array("i", write.source_blocks)) == [5, 6]
-    assert list(array("i", write.sink_blocks)) == [10]
+    assert list(array("i", write.registered)) == [10]
 
 
 @pytest.mark.parametrize("early", [True, False])

@@ -13,7 +13,6 @@ import zmq
 from kvxfer import addresses
 from kvxfer.bench.process import free_ports
 from kvxfer.errors import RemoteProtocolError, TransportError
-from kvxfer.layout.blocks import CacheLayout, Region
 from kvxfer.layout.card import RankCard
 from kvxfer.protocol import messages
 from kvxfer.protocol.auth import Secret
@@ -23,11 +22,11 @@ from kvxfer.protocol.peers import Timing
 from kvxfer.transport.commands import EngineAddress
 from kvxfer.transport.control import ControlChannel
 from kvxfer.transport.query import fetch_records
+from tests.support.cards import CACHE
 from tests.support.peers import has_ipv6
 from tests.support.ranks import wait_until
 
 TIMING = Timing(interval=0.05, timeout=0.6, lease=0.4, margin=0.05)
-LAYOUT = CacheLayout(4, 8, "float32", 1, 1, 4, "test", "DRAM", (Region("r", 0, 64, 64, 0),), ((0, 512, 0),))
 SECRET = Secret(b"what the engines share")
 RELEASE = messages.Release(HandoffId("h"), "x")
 
@@ -58,7 +57,7 @@ class Engine:
         self.dead: list[RankId] = []
         self.control = ControlChannel(self.me, host, port, self, timing, connect_timeout, secret=secret)
         if card:
-            mine = RankCard(engine, "m", 0, 1, 0, 1, "twin", LAYOUT, b"a")
+            mine = RankCard(engine, "m", 0, 1, 0, 1, "twin", CACHE, b"a")
             self.control.present(msgspec.structs.replace(mine, **changes))
         where = RankAddress(rank, self.me.incarnation, 0, 0, "", self.control.port)
         self.control.publish(Directory(engine, 1, 1, ready=True, ranks=(where,)))

@@ -207,7 +207,7 @@ def storm(seed: int, volume: int, secret: Secret | None, caplog, *, by_socket: i
     settings = {"leg_timeout": 3.0, "secret": secret, "timing": Timing(0.1, 30.0, 10.0, 0.1)}
     p, d = Rank("prefill", fabric, **settings), Rank("decode", fabric, **settings)
     zebra = Rank("zebra", fabric, **settings)
-    zebra.card = RankCard("zebra", "lone", 0, 1, 0, 1, "LIBFABRIC", zebra.layout, zebra.mover.transfers.keeper.metadata)
+    zebra.card = RankCard("zebra", "lone", 0, 1, 0, 1, "LIBFABRIC", zebra.cache, zebra.mover.transfers.keeper.metadata)
     victims = [p, d]
     made = Storm(seed, victims, zebra, spoof=secret is not None)
     for victim in victims:

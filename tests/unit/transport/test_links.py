@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
-from kvxfer.layout.blocks import CacheLayout, Region
 from kvxfer.layout.card import RankCard
 from kvxfer.protocol import messages
 from kvxfer.protocol.auth import CHALLENGE_LIFE, Secret
@@ -23,10 +22,10 @@ from kvxfer.protocol.peers import Timing
 from kvxfer.transport import links
 from kvxfer.transport.commands import EngineAddress
 from kvxfer.transport.switchboard import Switchboard
+from tests.support.cards import CACHE
 
 SECRET = Secret(b"what the engines share")
 TIMING = Timing()
-LAYOUT = CacheLayout(4, 8, "float32", 1, 1, 4, "test", "DRAM", (Region("r", 0, 64, 64, 0),), ((0, 512, 0),))
 START = 1000.0
 
 HARMLESS = (messages.Challenge, messages.Stale)
@@ -70,7 +69,7 @@ class Process:
         self.heard: list = []
         self.said: list = []  # by routes that the attacker made
         self.board = Switchboard(self.me, self, self, TIMING, 5.0, secret)
-        self.board.sessions.card = RankCard(engine, "m", 0, 1, 0, 1, "twin", LAYOUT, b"a")
+        self.board.sessions.card = RankCard(engine, "m", 0, 1, 0, 1, "twin", CACHE, b"a")
         where = RankAddress(rank, life, 0, 0, "", self.port)
         self.board.directory = Directory(engine, 1, 1, ready=True, ranks=(where,))
         net.listeners[self.port] = self

@@ -61,7 +61,7 @@ def test_moves_every_byte(ranks, mode, order, tokens) -> None:
     others = [b for b in range(64) if b not in mine]
     assert np.array_equal(d.memory[:, others], untouched[:, others]), "blocks of others were touched"
     posted = (p if mode == "push" else d).record("source" if mode == "push" else "sink", H)
-    assert posted.bytes == need * p.layout.block_bytes
+    assert posted.bytes == need * p.cache.block_bytes
     assert posted.outcome == "done"
     assert len(d.mover.sink) == len(p.mover.source) == 0
 
@@ -86,7 +86,7 @@ def test_chunks_stream_while_computing(ranks, stream) -> None:
     p.wait("p1")
     assert same(p, blocks, d, blocks)
     record = p.record("source", H)
-    assert record.bytes == 10 * p.layout.block_bytes
+    assert record.bytes == 10 * p.cache.block_bytes
     assert len(record.times.chunks_final) == 2
     assert record.descriptors == (6 if stream else 3)  # a run a layer, for each post
 
@@ -99,7 +99,7 @@ def test_a_partial_prefix_is_not_moved(ranks) -> None:
     p.prefill(H, "p1", list(range(1, 11)), 40)
     assert d.wait("d1").reason is None
     assert same(p, [8, 9, 10], d, [20, 21, 22])
-    assert p.record("source", H).bytes == 3 * p.layout.block_bytes
+    assert p.record("source", H).bytes == 3 * p.cache.block_bytes
 
 
 def test_a_fence_that_passes_late_is_waited_for(ranks) -> None:
@@ -304,7 +304,7 @@ def test_records_are_readable_from_outside(ranks) -> None:
     assert report.engine == "p"
     (record,) = report.records
     times = record.times
-    assert (record.side, record.tokens, record.blocks, record.bytes) == ("source", 8, 2, 2 * p.layout.block_bytes)
+    assert (record.side, record.tokens, record.blocks, record.bytes) == ("source", 8, 2, 2 * p.cache.block_bytes)
     assert times.chunks_final[0] <= times.first_post <= times.last_byte <= times.sealed <= times.released
     (record,) = fetch_records("127.0.0.1", d.control.port).records
     times = record.times

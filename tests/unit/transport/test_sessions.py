@@ -6,21 +6,20 @@ import msgspec
 import pytest
 
 from kvxfer.errors import RemoteProtocolError
-from kvxfer.layout.blocks import CacheLayout, Region
 from kvxfer.layout.card import RankCard
 from kvxfer.protocol import messages
 from kvxfer.protocol.ids import RankId
 from kvxfer.protocol.peers import Timing
 from kvxfer.transport.sessions import Sessions
+from tests.support.cards import CACHE
 
 TIMING = Timing(interval=1.0, timeout=5.0, lease=4.0, margin=0.5)
 ME, PEER = RankId("d", "me", 0), RankId("p", "i1", 0)
 AGAIN = RankId("p", "i2", 0)
-LAYOUT = CacheLayout(4, 8, "float32", 1, 1, 4, "test", "DRAM", (Region("r", 0, 64, 64, 0),), ((0, 512, 0),))
 
 
 def card(engine: str, **changes) -> RankCard:
-    return msgspec.structs.replace(RankCard(engine, "m", 0, 1, 0, 1, "twin", LAYOUT, b"a"), **changes)
+    return msgspec.structs.replace(RankCard(engine, "m", 0, 1, 0, 1, "twin", CACHE, b"a"), **changes)
 
 
 def made(mine: RankCard | None = None) -> Sessions:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from kvxfer.layout.blocks import CacheLayout, Region
 from kvxfer.layout.card import RankCard
 from kvxfer.protocol import messages
 from kvxfer.protocol.ids import HandoffId, RankId
@@ -14,9 +13,9 @@ from kvxfer.transport import switchboard
 from kvxfer.transport.commands import EngineAddress
 from kvxfer.transport.suspects import Answer
 from kvxfer.transport.switchboard import Switchboard
+from tests.support.cards import CACHE
 
 ME, PEER = RankId("p", "me", 0), RankId("d", "i1", 0)
-LAYOUT = CacheLayout(4, 8, "float32", 1, 1, 4, "test", "DRAM", (Region("r", 0, 64, 64, 0),), ((0, 512, 0),))
 HANDOFF = HandoffId("h")
 ADDRESS = EngineAddress("h", 5600, "d")
 WORDS = [
@@ -79,7 +78,7 @@ def heard():
 @pytest.fixture
 def board(heard):
     made = Switchboard(ME, heard, Wires(), Timing(), 3.0)
-    made.sessions.card = RankCard("p", "m", 0, 1, 0, 1, "twin", LAYOUT, b"a")
+    made.sessions.card = RankCard("p", "m", 0, 1, 0, 1, "twin", CACHE, b"a")
     return made
 
 
@@ -88,7 +87,7 @@ def say(board, message, route, now, heard=0.0):
 
 
 def greet(board, route, now, sent):
-    card = RankCard("d", "m", 0, 1, 0, 1, "twin", LAYOUT, b"a")
+    card = RankCard("d", "m", 0, 1, 0, 1, "twin", CACHE, b"a")
     say(board, messages.Hello(card.to_builtins(), sent), route, now)
 
 
@@ -184,14 +183,14 @@ class Looking(Wires):
 
 
 def hello(board, route, now, sent):
-    card = RankCard("d", "m", 0, 1, 0, 1, "twin", LAYOUT, b"a")
+    card = RankCard("d", "m", 0, 1, 0, 1, "twin", CACHE, b"a")
     say(board, messages.Hello(card.to_builtins(), sent, 1.0, 5.0, 5600), route, now)
 
 
 @pytest.fixture
 def looking():
     made = Switchboard(ME, Looked(), Looking(), Timing(), 3.0)
-    made.sessions.card = RankCard("p", "m", 0, 1, 0, 1, "twin", LAYOUT, b"a")
+    made.sessions.card = RankCard("p", "m", 0, 1, 0, 1, "twin", CACHE, b"a")
     return made
 
 
@@ -251,11 +250,11 @@ def test_what_answers_a_greeting_from_before_a_revocation_opens_nothing_and_is_g
 
     wires = Dialed()
     board = Switchboard(ME, Looked(), wires, Timing(), 3.0)
-    mine = RankCard("p", "m", 0, 1, 0, 1, "twin", LAYOUT, b"old")
+    mine = RankCard("p", "m", 0, 1, 0, 1, "twin", CACHE, b"old")
     board.sessions.card = mine
     board.greet(ADDRESS, PEER, "h", 5600, 100.0)
-    board.renew(RankCard("p", "m", 0, 1, 0, 1, "twin", LAYOUT, b"new"), 100.5)
-    theirs = RankCard("d", "m", 0, 1, 0, 1, "twin", LAYOUT, b"a").to_builtins()
+    board.renew(RankCard("p", "m", 0, 1, 0, 1, "twin", CACHE, b"new"), 100.5)
+    theirs = RankCard("d", "m", 0, 1, 0, 1, "twin", CACHE, b"a").to_builtins()
     say(board, messages.Welcome(theirs, 70.0, 100.0, 4.0), "dialed", 101.0)
     assert board.sessions.get(PEER) is None
     assert wires.said == [("dialed", messages.Stale())], "the peer has opened one, with keys that open nothing"

@@ -1,0 +1,145 @@
+"""The slots of a rank's staging area: which handoff has which, who waits for some, and what is re-packed before its end.
+
+A handoff that is received through slots has them for as long as it has its blocks: until both are quiet. Only then are the
+slots another's. When everything is in the slots, the platform moves it into the blocks, and the handoff is reported when the
+platform's fence has passed; a re-pack that fails is a load that failed.
+
+Slots are laid out after the source's blocks. Sources whose blocks are alike share the area; others wait until it is empty.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections import deque
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from kvxfer.errors import TransportError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from kvxfer.layout.maps import CacheMap
+    from kvxfer.layout.repack import Call
+    from kvxfer.layout.route import Route
+    from kvxfer.platform import Fence
+    from kvxfer.protocol.actions import SinkFinished
+    from kvxfer.protocol.ids import HandoffId, RankId
+
+logger = logging.getLogger("kvxfer.mover")
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A handoff's part in staging: its positions, and the packed ids of its own blocks of ``block_size`` tokens."""
+
+    handoff: HandoffId
+    span: tuple[int, int]
+    blocks: bytes
+    block_size: int
+
+
+@dataclass(slots=True)
+class _Staged:
+    wanted: Wanted
+    routes: Mapping[RankId, Route]
+    slots: dict[RankId, bytes]
+    fences: list[Fence] = field(default_factory=list)
+    done: SinkFinished | None = None
+
+
+class Staging:
+    """Of one mover, in its thread. ``repack`` is the platform's, None where it does not re-pack."""
+
+    def __init__(self, repack: Callable[[Call], Fence] | None) -> None:
+        self._repack = repack
+        self._geometry: CacheMap | None = None
+        self._free: list[int] = []
+        self._staged: dict[HandoffId, _Staged] = {}
+        self._waiting: deque[HandoffId] = deque()
+
+    def take(self, wanted: Wanted, routes: Mapping[RankId, Route]) -> dict[RankId, bytes] | None:
+        """Take slots for a handoff from these source ranks: their packed ids, of ranks that write straight none.
+
+        Returns None when there are not enough at present; the handoff is then named by ``ready``. Raises TransportError when
+        there never will be.
+        """
+        needs = {rank: route.slots_for(*wanted.span) for rank, route in routes.items() if route.geometry is not None}
+        if not needs:
+            return {}
+        need, slots = sum(needs.values()), min(routes[rank].slots for rank in needs)
+        if need > slots:
+            raise TransportError(
+                f"{wanted.handoff} needs {need:,} slots to be re-packed and the staging area has {slots:,}: raise "
+                "staging_bytes, or set the same --block-size on both engines"
+            )
+        if not self._fits({routes[rank].geometry for rank in needs}, slots, need) or (
+            self._waiting and self._waiting[0] != wanted.handoff
+        ):
+            if wanted.handoff not in self._waiting:
+                self._waiting.append(wanted.handoff)
+            return None
+        if self._waiting:
+            self._waiting.popleft()
+        staged = _Staged(wanted, routes, {})
+        for rank, count in needs.items():
+            taken, self._free = self._free[:count], self._free[count:]
+            staged.slots[rank] = array("i", taken).tobytes()
+        self._staged[wanted.handoff] = staged
+        return staged.slots
+
+    def _fits(self, geometries: set[CacheMap | None], slots: int, need: int) -> bool:
+        if len(geometries) > 1:
+            raise TransportError(
+                "ranks whose blocks are laid out differently cannot share a staging area: use one layout"
+            )
+        (geometry,) = geometries
+        if geometry != self._geometry:
+            if self._staged:
+                return False
+            self._geometry, self._free = geometry, list(range(slots))
+        return len(self._free) >= need
+
+    def ready(self) -> HandoffId | None:
+        """Name who waits longest for slots; it must ``take`` again, or be ``closed``."""
+        return self._waiting[0] if self._waiting else None
+
+    def received(self, done: SinkFinished) -> bool:
+        """Note that a handoff has ended. True when it is re-packed first: ``packed`` returns it later."""
+        staged = self._staged.get(done.handoff)
+        if staged is None or done.reason is not None:
+            self._close(done.handoff)
+            return False
+        assert self._repack is not None
+        staged.done = done
+        wanted = staged.wanted
+        try:
+            for rank, slots in staged.slots.items():
+                for call in staged.routes[rank].calls(slots, wanted.blocks, wanted.block_size, wanted.span):
+                    staged.fences.append(self._repack(call))
+        except Exception as error:
+            logger.exception("handoff %s: what was received could not be re-packed", done.handoff)
+            staged.done = replace(done, reason=f"what was received could not be re-packed: {error}")
+        return True
+
+    def packed(self) -> list[SinkFinished]:
+        """Take the handoffs whose tokens are in their blocks."""
+        ended = [
+            one.done for one in self._staged.values() if one.done is not None and all(f.done() for f in one.fences)
+        ]
+        for done in ended:
+            self._close(done.handoff)
+        return ended
+
+    def packing(self) -> bool:
+        """Tell whether something is being re-packed."""
+        return any(one.done is not None for one in self._staged.values())
+
+    def _close(self, handoff: HandoffId) -> None:
+        if handoff in self._waiting:
+            self._waiting.remove(handoff)
+        staged = self._staged.pop(handoff, None)
+        if staged is not None:
+            for slots in staged.slots.values():
+                self._free += array("i", slots)
