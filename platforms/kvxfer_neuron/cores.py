@@ -1,12 +1,12 @@
 """Which logical NeuronCores this process has, and on which Neuron devices they lie, by the environment.
 
-A device has so many physical cores (2 on trn1, 8 on trn2 and trn3); with LNC 2 two of them are one logical core. Core ids count
-logical cores over all devices that the runtime sees, so the device of a core is ``core · LNC // physical cores``. In a container the
-runtime sees the container's devices: the index is then the container's (``devices`` turns it into the host's).
+A device has so many physical cores (2 on trn1, 8 on trn2 and trn3); with LNC 2 two of them are one logical core. Core ids
+count logical cores over all devices that the runtime sees, so the device of a core is ``core · LNC // physical cores``. In a
+container the runtime sees the container's devices: the index is then the container's (``devices`` turns it into the host's).
 
-Read in this order, as the runtime and vllm-neuron do: NEURON_RT_VISIBLE_CORES, which vllm-neuron's worker sets to its one core before
-the runtime starts; then vllm-neuron's NEURON_VISIBLE_DEVICES, whose values are core ids, one for each local rank. What they leave
-open is refused, with what to set.
+Read in this order, as the runtime and vllm-neuron do: NEURON_RT_VISIBLE_CORES, which vllm-neuron's worker sets to its one core
+before the runtime starts; then vllm-neuron's NEURON_VISIBLE_DEVICES, whose values are core ids, one for each local rank. What
+they leave open is refused, with what to set.
 """
 
 from __future__ import annotations

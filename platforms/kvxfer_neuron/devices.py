@@ -1,13 +1,13 @@
 """From a core to its Neuron device, that device's PCI address, its EFA device and its NUMA node, on this host.
 
-A Neuron device has up to four numbers: the index by which the runtime counts it here, the N of its file /dev/neuronN, the file's minor
-number, which is its index on the host, and its place on the PCI bus. In a container the first two may differ from the third.
-AWS's published addresses, and its map to EFA devices, go by the third (``kvxfer.rails``). libnrt turns the first into the third; without
-it a file of that N does, and where neither is there, the answer is refused: a neighbour's EFA device would work too, and nobody
-would see why it is slow.
+A Neuron device has up to four numbers: the index by which the runtime counts it here, the N of its file /dev/neuronN, the file's
+minor number, which is its index on the host, and its place on the PCI bus. In a container the first two may differ from the
+third. AWS's published addresses, and its map to EFA devices, go by the third (``kvxfer.rails``). libnrt turns the first into the
+third; without it the files do, where they are numbered from 0 without a gap, so that the first two are one. Else the answer is
+refused: a neighbour's EFA device would work too, and nobody would see why it is slow.
 
-Nothing is believed that the PCI tree contradicts. KVXFER_NEURON_DEVICE (a host index or a PCI address), KVXFER_NEURON_EFA (names or PCI
-addresses) and KVXFER_NEURON_INSTANCE_TYPE settle what stays open.
+Nothing is believed that the PCI tree contradicts. KVXFER_NEURON_DEVICE (a host index or a PCI address), KVXFER_NEURON_EFA (names
+or PCI addresses) and KVXFER_NEURON_INSTANCE_TYPE settle what stays open.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import shutil
 import stat
 import subprocess
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from kvxfer.errors import ConfigError, PlatformError
@@ -31,6 +30,7 @@ from kvxfer_neuron import cores
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from pathlib import Path
 
     from kvxfer.rails.local import Placement
     from kvxfer.rails.pci import Machine, Node
@@ -49,8 +49,8 @@ _NEURON_LS_SECONDS: Final = 20
 class Devices:
     """The Neuron devices of a host as this process sees them. What is read is read once.
 
-    ``root`` has sys, dev and proc; ``neuron_ls`` returns what ``neuron-ls -j`` prints, empty where there is none; ``nrt`` returns libnrt,
-    or raises PlatformError.
+    ``root`` has sys, dev and proc; ``neuron_ls`` returns what ``neuron-ls -j`` prints, empty where there is none; ``nrt`` returns
+    libnrt, or raises PlatformError.
     """
 
     def __init__(
@@ -108,12 +108,17 @@ class Devices:
         mine = cores.visible(self._environment)
         lnc = cores.logical_size(self._environment, family)
         found = cores.devices(mine, lnc, family, self._physical())
+        if max(found) >= len(self.files):
+            raise ConfigError(
+                f"{mine.source} is beyond the {len(self.files)} Neuron devices here: with {lnc} physical cores to a logical one "
+                f"it would be on device {max(found)}. Set {cores.LNC[0]} as the runtime has it, and cores that are here"
+            )
         if len(set(found)) == 1:
             return self._on_host(found[0], mine.source)
         if not 0 <= ordinal < len(found):
             raise ConfigError(
-                f"{mine.source} has {len(found)} cores on Neuron devices {sorted(set(found))}, and none of them is device ordinal "
-                f"{ordinal}: give each worker one core, or set {DEVICE}"
+                f"{mine.source} has {len(found)} cores on Neuron devices {sorted(set(found))}, and none of them is device "
+                f"ordinal {ordinal}: give each worker one core, or set {DEVICE}"
             )
         return self._on_host(found[ordinal], mine.source)
 
@@ -153,12 +158,12 @@ class Devices:
             return self._nrt().host_device(index)
         except PlatformError as error:
             reason = str(error)
-        if index in self.files:
+        if sorted(self.files) == list(range(len(self.files))):
             return self.files[index]
-        have = ", ".join(f"/dev/neuron{number}" for number in sorted(self.files)) or "none"
+        have = ", ".join(f"/dev/neuron{number}" for number in sorted(self.files))
         raise PlatformError(
-            f"{source} is on the runtime's Neuron device {index}, and which of the host's that is is not known: there is no "
-            f"/dev/neuron{index} (there are: {have}), and {reason}. Set {DEVICE} to the host's index or PCI address of the device"
+            f"{source} is on the runtime's Neuron device {index}, and which of the host's that is is not known: the files here "
+            f"are not numbered from 0 ({have}), and {reason}. Set {DEVICE} to the host's index or PCI address of the device"
         )
 
     def _at(self, index: int) -> Placement:
@@ -190,7 +195,9 @@ class Devices:
         try:
             address = Address.parse(said)
         except ValueError:
-            raise ConfigError(f"{DEVICE}={said!r} is neither a host index nor a PCI address; there are {have}") from None
+            raise ConfigError(
+                f"{DEVICE}={said!r} is neither a host index nor a PCI address; there are {have}"
+            ) from None
         for placement in self.placements:
             if placement.node.address == address:
                 return placement

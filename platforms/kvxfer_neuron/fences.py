@@ -2,19 +2,22 @@
 
 What is known, and from where:
 
-* The runtime queues work and returns (libnrt's explicit asynchronous API: NRT_QUEUE_FULL, NEURON_RT_XU_COMPUTE_MAX_QUEUED_REQUESTS). It
-  tells the number of the last *completed* request (nrta_get_sequence), never that of the last one scheduled, and no tensor of torch's
-  leads to the request that writes it. So libnrt alone gives no fence.
-* TorchNeuron has events. ``torch.neuron.Event.record`` passes at once on an idle stream, and otherwise queues a signal behind the
-  stream's work; the signal is set when all before it has completed, and ``query`` reads one atomic (torch-neuronx, csrc/core: NeuronEvent.cpp,
-  StreamImpl.cpp, OperationExecutionEngine.cpp; read, not run). Events there do not measure time; kvxfer does not ask them to.
-* libtorch-neuronx-lite, which vllm-neuron uses, has none: ``torch.neuron`` is ``current_device`` and ``is_available``, and the way to wait is to
-  read an output back (foxl-ai/kiln, docs/neuron-notes.md, measured with SDK 2.32). A read waits for the graphs that write the tensor.
+* The runtime queues work and returns (libnrt's explicit asynchronous API: NRT_QUEUE_FULL,
+  NEURON_RT_XU_COMPUTE_MAX_QUEUED_REQUESTS). It tells the number of the last *completed* request (nrta_get_sequence), never that
+  of the last one scheduled, and no tensor of torch's leads to the request that writes it. So libnrt alone gives no fence.
+* TorchNeuron has events. ``torch.neuron.Event.record`` passes at once on an idle stream, and otherwise queues a signal behind
+  the stream's work; the signal is set when all before it has completed, and ``query`` reads one atomic (torch-neuronx,
+  csrc/core: NeuronEvent.cpp, StreamImpl.cpp, OperationExecutionEngine.cpp; read, not run). Events there do not measure time;
+  kvxfer does not ask them to.
+* libtorch-neuronx-lite, which vllm-neuron uses, has none: ``torch.neuron`` is ``current_device`` and ``is_available``, and the
+  way to wait is to read an output back (foxl-ai/kiln, docs/neuron-notes.md, measured with SDK 2.32). A read waits for the graphs
+  that write the tensor.
 
-So there are two kinds of fences. ``Events`` where there are events. ``ReadBack`` where there are none: a thread of its own reads one element of
-every tensor of the cache to the host, and lets those fences pass that were recorded before it began. It passes late, never early,
-*provided that* a read waits for every graph that was launched before it and writes the tensor in place. That this holds of a KV cache, which
-vllm-neuron's graphs write as an aliased output, is inferred and has not been run: docs/neuron.md has the experiment.
+So there are two kinds of fences. ``Events`` where there are events. ``ReadBack`` where there are none: a thread of its own reads
+one element of every tensor of the cache to the host, and lets those fences pass that were recorded before it began. It passes
+late, never early, *provided that* a read waits for every graph that was launched before it and writes the tensor in place. That
+this holds of a KV cache, which vllm-neuron's graphs write as an aliased output, is inferred and has not been run:
+docs/neuron.md has the experiment.
 
 Recording costs microseconds in either, and waits for nothing.
 """
@@ -116,7 +119,7 @@ class ReadBack:
         self._elements = [tensor[(0,) * len(tensor.shape)] for tensor in storages.values()]
         self._waiting: queue.SimpleQueue[ReadFence] = queue.SimpleQueue()
         self._failure: BaseException | None = None
-        threading.Thread(target=self._run, name="kvxfer-neuron-fence", daemon=True).start()
+        self._thread: threading.Thread | None = None
 
     def fence(self) -> Fence:
         """Record a fence: the thread reads after this."""
@@ -127,6 +130,9 @@ class ReadBack:
             ) from self._failure
         fence = ReadFence()
         self._waiting.put(fence)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="kvxfer-neuron-fence", daemon=True)
+            self._thread.start()
         return fence
 
     def _run(self) -> None:
@@ -137,8 +143,8 @@ class ReadBack:
             try:
                 for element in self._elements:
                     element.cpu()
-            except BaseException as failure:  # noqa: BLE001 - whatever it is, no fence may pass after it
-                self._failure = failure
+            except BaseException as failure:
+                self._failure = failure  # whatever it is, no fence may pass after it
                 logger.exception("reading the KV cache back failed: no fence passes any more")
                 return
             for fence in fences:
@@ -157,6 +163,7 @@ def choose(environment: Mapping[str, str], tensors: Iterable[Any]) -> Fences:
             return Events(neuron)
     elif said == "events":
         raise PlatformError(
-            f"{VARIABLE}=events, and this torch has no torch.neuron.Event: libtorch-neuronx-lite has none; set readback, or run TorchNeuron"
+            f"{VARIABLE}=events, and this torch has no torch.neuron.Event: libtorch-neuronx-lite has none; set readback, or run "
+            "TorchNeuron"
         )
     return ReadBack(tensors)

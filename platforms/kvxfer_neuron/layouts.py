@@ -1,12 +1,13 @@
 """What Neuron's caches look like inside, as cache maps.
 
-vllm-neuron (0.21, 0.24; neuron_model_runner.py) hands the connector one tensor a layer, (2, blocks, heads, tokens, channels), K in the
-first half and V in the second; blocks have 32 tokens unless set otherwise. vLLM 0.29 asserts that a cache begins with its blocks, so
-the view (blocks, 2, heads, tokens, channels) of the same memory is read as well, and the joined form that 0.29 itself allocates,
-(blocks, heads, tokens, K + V). MLA keeps one latent, (blocks, 1, tokens, channels).
+vllm-neuron (0.21, 0.24; neuron_model_runner.py) hands the connector one tensor a layer, (2, blocks, heads, tokens, channels), K
+in the first half and V in the second; blocks have 32 tokens unless set otherwise. vLLM 0.29 asserts that a cache begins with its
+blocks, so the view (blocks, 2, heads, tokens, channels) of the same memory is read as well, and the joined form that 0.29 itself
+allocates, (blocks, heads, tokens, K + V). MLA keeps one latent, (blocks, 1, tokens, channels).
 
-With ``fp8_packed_kv`` K's half is laid out as [block, head, token / 2, channel, 2], two tokens side by side, while the tensor that is
-handed over has the shape of the unpacked one (neuron_config.py, ``fp8_packed_kv``). Nothing in it tells, so whoever knows must say.
+With ``fp8_packed_kv`` K's half is laid out as [block, head, token / 2, channel, 2], two tokens side by side, while the tensor
+that is handed over has the shape of the unpacked one (neuron_config.py, ``fp8_packed_kv``). Nothing in it tells, so whoever knows
+must say.
 
 Other caches come as ``Pair``, whose axes are known to who made it (``nxdi``): shapes alone do not tell (blocks, tokens, heads,
 channels) from (blocks, heads, tokens, channels) when both numbers are equal.
@@ -75,9 +76,7 @@ def describe(caches: Mapping[str, Any], geometry: Geometry, *, packed: bool | No
     if not geometry.groups or not any(group.layers for group in geometry.groups):
         raise PlatformError("the cache has no layers to describe")
     groups = tuple(
-        Group(
-            group.block_size, geometry.num_blocks, _planes(caches, group, geometry.num_blocks, packed), group.window
-        )
+        Group(group.block_size, geometry.num_blocks, _planes(caches, group, geometry.num_blocks, packed), group.window)
         for group in geometry.groups
     )
     return CacheMap(groups, _spans(caches), "VRAM", _device(caches))
@@ -119,9 +118,7 @@ def _planes(caches: Mapping[str, Any], group: LayerGroup, blocks: int, packed: b
     return tuple(planes)
 
 
-def _parts(
-    name: str, index: int, cache: Any, group: LayerGroup, blocks: int, packed: bool | None
-) -> Iterator[_Part]:
+def _parts(name: str, index: int, cache: Any, group: LayerGroup, blocks: int, packed: bool | None) -> Iterator[_Part]:
     for tensor in tensors_of(cache):
         if not tensor.data_ptr():
             raise PlatformError(f"layer {name}: its cache has no address (data_ptr() is 0): {UNMAPPED}")
@@ -148,7 +145,7 @@ def _recognised(name: str, cache: Any, group: LayerGroup, blocks: int) -> tuple[
     shape, size = tuple(cache.shape), group.head_size
     inside = (len(group.heads), group.block_size)
     kv = (Content("k", size), Content("v", size))
-    known = {
+    known: dict[str, tuple[tuple[int, ...], tuple[Content, ...]]] = {
         "PBHNC": ((2, blocks, *inside, size), kv),
         "BPHNC": ((blocks, 2, *inside, size), kv),
         "BHNC": ((blocks, *inside, 2 * size), kv),
@@ -161,8 +158,8 @@ def _recognised(name: str, cache: Any, group: LayerGroup, blocks: int) -> tuple[
     strides = tuple(cache.stride())
     if found:
         raise PlatformError(
-            f"layer {name}: shape {shape} with strides {strides} can be read as {' and as '.join(axes for axes, _ in found)}: with "
-            f"{blocks} blocks, planes and blocks look alike; give the cache more memory"
+            f"layer {name}: shape {shape} with strides {strides} can be read as {' and as '.join(axes for axes, _ in found)}: "
+            f"with {blocks} blocks, planes and blocks look alike; give the cache more memory"
         )
     wanted_text = " or ".join(str(wanted) for wanted, _ in known.values())
     raise PlatformError(
@@ -178,8 +175,8 @@ def _packed(name: str, cache: Any, axes: str, tensor: Tensor, group: LayerGroup)
     item, size, tokens = cache.element_size(), group.head_size, group.block_size
     if tokens % 2 or (strides["C"], strides["N"]) != (item, item * size):
         raise PlatformError(
-            f"layer {name}: a cache of shape {tensor.shape} and strides {tuple(cache.stride())} cannot hold packed K, whose heads are "
-            "runs of an even number of tokens: use an even --block-size, or turn neuron_config.fp8_packed_kv off"
+            f"layer {name}: a cache of shape {tensor.shape} and strides {tuple(cache.stride())} cannot hold packed K, whose "
+            "heads are runs of an even number of tokens: use an even --block-size, or turn neuron_config.fp8_packed_kv off"
         )
     outer = (group_shape := (tensor.shape[axes.index("B")], len(group.heads))), (strides["B"], strides["H"])
     k_shape = (*group_shape, tokens // 2, size, 2)

@@ -1,7 +1,7 @@
 """libnrt, bound by its public ABI: which EFA device is attached to an address, which host device an index means, how many cores.
 
-The library is loaded by the name under which NIXL and libfabric look for it, libnrt.so.1. Where the dynamic loader does not find it by
-name it is loaded from its directory, which cures theirs as well: a library that is loaded is found by its soname.
+The library is loaded by the name under which NIXL and libfabric look for it, libnrt.so.1. Where the dynamic loader does not find
+it by name it is loaded from its directory, which cures theirs as well: a library that is loaded is found by its soname.
 
 Every failure is a PlatformError that names the function, the code, and what to change. Signatures: aws-neuron-sdk,
 src/libnrt/include/nrt/nrt.h and nrt_version.h, as of SDK 2.32. None of this has run against a real libnrt (docs/neuron.md).
@@ -10,6 +10,7 @@ src/libnrt/include/nrt/nrt.h and nrt_version.h, as of SDK 2.32. None of this has
 from __future__ import annotations
 
 import ctypes
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -26,7 +27,9 @@ VARIABLE: Final = "KVXFER_LIBNRT"
 """The file to load instead."""
 
 NIXL_ROOM: Final = len("0000:00:00.0") + 1
-"""Bytes that NIXL offers for an EFA device's address (nixl 1.4.1, libfabric_backend.cpp, nrtQueryAddr): no retry, no longer one."""
+"""Bytes that NIXL offers for an EFA device's address; it does not ask again (nixl 1.4.1, libfabric_backend.cpp, nrtQueryAddr)."""
+logger = logging.getLogger("kvxfer.neuron")
+
 _ROOMS: Final = (64, 256, 4096)
 _UNALIGNED: Final = 4095
 
@@ -104,11 +107,14 @@ class Nrt:
         return host.value
 
     def initialised(self) -> bool:
-        """Tell whether the runtime runs in this process. Asking does not start it."""
+        """Tell whether the runtime runs in this process. Asking does not start it.
+
+        Before nrt_init a call that needs it returns NRT_FAILURE by the SDK's text, NRT_UNINITIALIZED by nrt_status.h.
+        """
         function = self._function("nrt_get_vnc_memory_stats")
         stats, size = _MemoryStats(), ctypes.c_size_t()
         status = function(0, ctypes.byref(stats), ctypes.sizeof(stats), ctypes.byref(size))
-        return status not in (Status.UNINITIALIZED, Status.CLOSED)
+        return status not in (Status.FAILURE, Status.UNINITIALIZED, Status.CLOSED)
 
     # --- after -------------------------------------------------------------------------------------------------------
 
@@ -140,6 +146,12 @@ class Nrt:
             status = function(address, text, ctypes.byref(length))
             if status != Status.RESOURCE:
                 break
+            if room == NIXL_ROOM:
+                logger.warning(
+                    "libnrt's address of an EFA device takes more than the %d bytes that NIXL has for it: NIXL takes every rail "
+                    "for this memory, and only logs it. Set FI_EFA_IFACE to the device's own EFA device (kvxfer rails shows it)",
+                    NIXL_ROOM,
+                )
         if status == Status.RESOURCE:
             raise PlatformError(
                 f"nrt_get_attached_efa_bdf of {where}: {named(status)} even for {_ROOMS[-1]} bytes of text: libnrt "
@@ -155,7 +167,9 @@ class Nrt:
         try:
             return Address.parse(text.value.decode(errors="replace"))
         except ValueError:
-            raise PlatformError(f"nrt_get_attached_efa_bdf of {where} answered {text.value!r}: no PCI address") from None
+            raise PlatformError(
+                f"nrt_get_attached_efa_bdf of {where} answered {text.value!r}: no PCI address"
+            ) from None
 
     def dmabuf(self, address: int, length: int) -> int:
         """Export memory as a dma-buf, as libfabric does to register it; returns its file descriptor, which the caller closes."""
@@ -231,7 +245,7 @@ class Nrt:
 
 
 UNMAPPED: Final = (
-    "HBM is not mapped into this process. Set NEURON_RT_MAP_HBM=1 before the process makes its first tensor on the device"
+    "HBM is not mapped into this process. Set NEURON_RT_MAP_HBM=1 before its first tensor on the device is made"
 )
 
 

@@ -58,7 +58,9 @@ class NeuronPlatform(Platform):
         files = self._devices.files
         if files:
             numbers = sorted(files)
-            return Presence(here=True, why=f"{len(files)} Neuron devices: /dev/neuron{numbers[0]} to /dev/neuron{numbers[-1]}")
+            return Presence(
+                here=True, why=f"{len(files)} Neuron devices: /dev/neuron{numbers[0]} to /dev/neuron{numbers[-1]}"
+            )
         if (self._root / "sys/module/neuron").is_dir():
             why = "the neuron driver is loaded, and there is no /dev/neuron*: give the container its devices"
             return Presence(here=False, why=why)
@@ -66,7 +68,7 @@ class NeuronPlatform(Platform):
 
     def environment(self) -> Mapping[str, str]:
         """What ``order`` wants; and remember whether libfabric was here before the runtime, while that can be seen."""
-        if not self._initialised():
+        if not self._started():
             version = order.libfabric_of_process(self._root / "proc")
             if version is not None:
                 _early[:] = [version]
@@ -77,18 +79,19 @@ class NeuronPlatform(Platform):
 
         Also the moment to check what had to be set before, and to ask libnrt about the memory itself.
         """
-        order.verify(self._environment, early=_early[0] if _early else None)
+        order.verify(self._environment, initialised=self._nrt.initialised(), early=_early[0] if _early else None)
         try:
             described = layouts.describe(caches, geometry, packed=_flag(self._environment, PACKED))
         except PlatformError as error:
             if nrt.UNMAPPED in str(error):
-                raise PlatformError(f"{error} ({order.mapped_for_peers(self._environment)})") from None
+                raise PlatformError(f"{error} ({order.unmapped(self._environment)})") from None
             raise
         unaligned = [address for address, _ in described.spans if address % _PAGE]
         if unaligned:
             logger.warning(
-                "%d of the cache's %d regions do not begin on a page of 4 KiB (the first at %#x): libfabric before 2.5 cannot export those as "
-                "dma-buf. If registering fails, set FI_HMEM_NEURON_USE_DMABUF=0",
+                "%d of the cache's %d regions do not begin on a page of 4 KiB (the first at %#x), and nrt_get_dmabuf_fd tells no "
+                "offset: a libfabric without nrt_get_dmabuf_fd_v2 cannot export those. If registering fails, set "
+                "FI_HMEM_NEURON_USE_DMABUF=0",
                 len(unaligned), len(described.spans), unaligned[0],
             )  # fmt: skip
         self._address = described.spans[0][0]
@@ -103,30 +106,30 @@ class NeuronPlatform(Platform):
     def local_rails(self, device: int) -> Sequence[str] | None:
         """Name the EFA device of a Neuron device.
 
-        KVXFER_NEURON_EFA decides; else libnrt, once there is memory to ask it about, since NIXL asks it as well; else AWS's map, where the
-        PCI tree agrees with it. Raises PlatformError where none of them knows one: NIXL would take every rail, and only log it.
+        KVXFER_NEURON_EFA decides; else libnrt, once there is memory to ask it about, since NIXL asks it as well; else AWS's map,
+        where the PCI tree agrees with it. Raises PlatformError where none of them knows one: NIXL would take every rail, and only
+        log it.
         """
         chosen = self._devices.efas()
         if chosen:
             return tuple(node.rail for node in chosen)
         if not self._devices.machine.rails:
             raise PlatformError(
-                "no EFA device can be opened here: NIXL falls back to tcp, which moves no device memory. Launch the instance with "
-                "its EFA interfaces, and give the container /dev/infiniband/uverbs*"
+                "no EFA device can be opened here: NIXL falls back to tcp, which moves no device memory. Launch the instance "
+                "with its EFA interfaces, and give the container /dev/infiniband/uverbs*"
             )
-        placed, unplaced = (), None
+        placed: tuple[Node, ...] = ()
         try:
             placement = self._devices.placement(device)
-            placed = placement.rails
-            unplaced = placement.why
+            placed, why = placement.rails, placement.why
         except (ConfigError, PlatformError) as error:
-            unplaced = str(error)
+            why = str(error)
         asked = self._asked()
         if isinstance(asked, PlatformError):
             if placed:
-                logger.warning("libnrt does not say which EFA device is attached: %s. Taken from the map: %s", asked, unplaced)
+                logger.warning("libnrt does not say which EFA device is attached: %s. Taken by the map: %s", asked, why)
                 return tuple(node.rail for node in placed)
-            raise PlatformError(f"device {device} has no EFA device that is known: {unplaced}; {asked}") from asked
+            raise PlatformError(f"device {device} has no EFA device that is known: {why}; {asked}") from asked
         if asked is not None:
             if placed and asked not in placed:
                 logger.warning(
@@ -135,7 +138,7 @@ class NeuronPlatform(Platform):
                 )  # fmt: skip
             return (asked.rail,)
         if not placed:
-            raise PlatformError(f"device {device} has no EFA device that is known: {unplaced}; set {EFA}")
+            raise PlatformError(f"device {device} has no EFA device that is known: {why}; set {EFA}")
         return tuple(node.rail for node in placed)
 
     def background_cpus(self) -> Collection[int] | None:
@@ -157,18 +160,16 @@ class NeuronPlatform(Platform):
     def fence(self) -> Fence:
         """Record a fence as ``fences`` has it: an event where torch has events, else a read of the cache in a thread.
 
-        Costs microseconds, never waits, and does not pass early as far as is known; what is not known is told in ``fences``. Before any
-        cache was described there is nothing that it could be behind.
+        Costs microseconds, never waits, and does not pass early as far as is known; what is not known is told in ``fences``.
+        Before any cache was described there is nothing that it could be behind.
         """
         return fences.PASSED if self._fences is None else self._fences.fence()
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def _initialised(self) -> bool:
-        try:
-            return self._nrt.initialised()
-        except PlatformError:
-            return False
+    def _started(self) -> bool:
+        """Tell whether the runtime runs here, without loading libnrt into a process that has no use for it."""
+        return order.loaded(self._root / "proc", "libnrt.so") is not None and self._nrt.initialised()
 
     def _asked(self) -> Node | PlatformError | None:
         """Ask libnrt for the EFA device of the cache; None while there is no cache."""
@@ -182,8 +183,8 @@ class NeuronPlatform(Platform):
         if node is None or not node.is_efa or not node.usable:
             have = ", ".join(str(rail.where) for rail in self._devices.machine.rails)
             return PlatformError(
-                f"libnrt attaches {found} to this cache, which is no EFA device that can be opened here ({have}): give the container "
-                f"its /dev/infiniband/uverbs*, or set {EFA}"
+                f"libnrt attaches {found} to this cache, which is no EFA device that can be opened here ({have}): give the "
+                f"container its /dev/infiniband/uverbs*, or set {EFA}"
             )
         return node
 

@@ -42,7 +42,9 @@ class Status(IntEnum):
     NETWORK_PROXY_FAILURE = 1206
 
 
-_HARDWARE: Final = "the device is broken or was reset: look at `dmesg` and `neuron-top`, and replace the instance if it comes again"
+_HARDWARE: Final = (
+    "the device is broken or was reset: look at `dmesg` and `neuron-top`, and replace the instance if it comes again"
+)
 _EXECUTION: Final = "work on the device failed: the engine's log has the cause, and the process must be started again"
 
 _CURES: Final = {

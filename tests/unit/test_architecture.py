@@ -52,6 +52,8 @@ MAY_IMPORT = {
     "kvxfer/addresses.py": set(),
     "kvxfer/__init__.py": set(),
     "platforms/": {ERRORS, "kvxfer.platform", "kvxfer.layout"},
+    # A Neuron device's place on the bus, and its EFA device, are the rails' business.
+    "platforms/kvxfer_neuron/": {ERRORS, "kvxfer.platform", "kvxfer.layout", "kvxfer.rails"},
 }
 ANYTHING = {"kvxfer/cli.py"}  # knows every command
 

@@ -12,12 +12,56 @@ import re
 import time
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 
 from kvxfer.errors import PlatformError
+from kvxfer.layout.check import check
+from kvxfer.layout.maps import CacheMap, Plane, offsets
+from kvxfer.layout.plan import prepare
+from kvxfer.layout.positions import Table
+from kvxfer.layout.repack import STRIDED, Repacking
 from kvxfer.platform import Geometry, Platform, Presence, platform_for
 
 PCI = re.compile(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
+
+
+def bytes_of(cache: CacheMap) -> np.ndarray:
+    """Return the address of every byte of every element of a map."""
+    found = []
+    for group in cache.groups:
+        for plane in group.planes:
+            axes = [plane.bases, np.arange(group.num_blocks) * plane.block_stride]
+            axes += [np.arange(len(plane.heads)) * plane.head_stride, offsets(plane.tokens), offsets(plane.channels)]
+            addresses = np.zeros(1, dtype=np.int64)
+            for axis in [*axes, np.arange(plane.item)]:
+                addresses = np.add.outer(addresses, np.asarray(axis, dtype=np.int64)).ravel()
+            found.append(addresses)
+    return np.concatenate(found)
+
+
+def cell(plane: Plane, layer: int, block: int, head: int, token: int) -> np.ndarray:
+    """Return the addresses of the bytes of one head of one token."""
+    at = plane.bases[plane.layers.index(layer)] + block * plane.block_stride
+    at += plane.heads.index(head) * plane.head_stride + int(offsets(plane.tokens)[token])
+    return at + np.add.outer(offsets(plane.channels), np.arange(plane.item)).ravel()
+
+
+def token_major(sink: CacheMap) -> CacheMap:
+    """The same content in half as large blocks of another order, [block][token][head][channel], nowhere in memory."""
+    groups, at = [], 1 << 40
+    for group in sink.groups:
+        planes, tokens = [], group.block_size // 2
+        for plane in group.planes:
+            row = len(plane.heads) * plane.content
+            bases = tuple(at + number * group.num_blocks * tokens * row for number in range(len(plane.layers)))
+            at = bases[-1] + group.num_blocks * tokens * row
+            axes = {"block_stride": tokens * row, "head_stride": plane.content, "tokens": ((tokens, row),)}
+            axes["channels"] = ((plane.content // plane.item, plane.item),)
+            planes.append(msgspec.structs.replace(plane, bases=bases, **axes))
+        groups.append(msgspec.structs.replace(group, block_size=tokens, planes=tuple(planes)))
+    return msgspec.structs.replace(sink, groups=tuple(groups), spans=((1 << 40, at - (1 << 40)),))
 
 
 class PlatformConformance:
@@ -36,7 +80,7 @@ class PlatformConformance:
         raise NotImplementedError
 
     def copy_memory(self, target: int, origin: int, length: int) -> None:
-        """Copy bytes between two addresses of this platform's memory."""
+        """Copy bytes between two addresses, each of this platform's memory or of the host's, and wait for the copy."""
         raise NotImplementedError
 
     def launch(self, platform: Platform, seconds: float) -> Any:
@@ -77,40 +121,35 @@ class PlatformConformance:
 
     # --- where blocks lie -------------------------------------------------------------------------------------------
 
-    def test_every_block_lies_inside_one_registered_span_and_spans_are_disjoint(self) -> None:
+    def test_the_map_passes_the_check_that_a_peer_makes(self) -> None:
         caches, geometry = self.make_caches()
-        layout = self.make_platform().describe(caches, geometry)
-        spans = sorted(layout.spans)
-        assert all(start + length <= following for (start, length, _), (following, _, _) in itertools.pairwise(spans))
-        for region in layout.regions:
-            for block in range(layout.num_blocks):
-                start = region.base + block * region.block_stride
-                assert any(
-                    device == region.device and at <= start and start + region.block_bytes <= at + length
-                    for at, length, device in spans
-                ), f"block {block} of {region.name} is not registered"
+        cache = self.make_platform().describe(caches, geometry)
+        check(cache)
+        assert cache.memory in ("DRAM", "VRAM")
 
-    def test_no_two_blocks_overlap(self) -> None:
+    def test_every_byte_lies_inside_one_registered_span_and_spans_are_disjoint(self) -> None:
         caches, geometry = self.make_caches()
-        layout = self.make_platform().describe(caches, geometry)
-        pieces = sorted(
-            (region.base + block * region.block_stride, region.block_bytes)
-            for region in layout.regions
-            for block in range(layout.num_blocks)
-        )
-        assert all(start + length <= following for (start, length), (following, _) in itertools.pairwise(pieces))
+        cache = self.make_platform().describe(caches, geometry)
+        spans = sorted(cache.spans)
+        assert all(start + length <= following for (start, length), (following, _) in itertools.pairwise(spans))
+        addresses = bytes_of(cache)
+        assert sum(((addresses >= at) & (addresses < at + length)).sum() for at, length in spans) == addresses.size
 
-    def test_blocks_account_for_every_byte_of_the_tensors(self) -> None:
+    def test_no_two_elements_share_a_byte_and_together_they_are_the_tensors(self) -> None:
         caches, geometry = self.make_caches()
-        layout = self.make_platform().describe(caches, geometry)
-        assert layout.num_blocks == geometry.num_blocks
-        assert layout.block_size == geometry.block_size
-        assert (layout.kv_heads, layout.head_dim) == (geometry.kv_heads, geometry.head_dim)
-        assert layout.layers == len(caches)
-        tensors = sum(cache.numel() * cache.element_size() for cache in caches.values())
-        assert layout.block_bytes * layout.num_blocks == tensors
-        assert layout.interior
-        assert layout.memory in ("DRAM", "VRAM")
+        addresses = bytes_of(self.make_platform().describe(caches, geometry))
+        assert np.unique(addresses).size == addresses.size
+        assert addresses.size == sum(cache.numel() * cache.element_size() for cache in caches.values())
+
+    def test_groups_layers_and_heads_are_those_of_the_geometry(self) -> None:
+        caches, geometry = self.make_caches()
+        groups = self.make_platform().describe(caches, geometry).groups
+        assert len(groups) == len(geometry.groups)
+        for group, told in zip(groups, geometry.groups, strict=True):
+            assert (group.block_size, group.num_blocks) == (told.block_size, geometry.num_blocks)
+            assert group.window == told.window
+            assert {layer for plane in group.planes for layer in plane.layers} == {number for _, number in told.layers}
+            assert all(set(plane.heads) <= set(told.heads) for plane in group.planes)
 
     def test_a_description_does_not_depend_on_when_or_by_whom_it_is_made(self) -> None:
         caches, geometry = self.make_caches()
@@ -123,7 +162,7 @@ class PlatformConformance:
 
     def test_copying_a_block_by_the_description_copies_that_block_of_every_layer_and_nothing_else(self) -> None:
         caches, geometry = self.make_caches()
-        layout = self.make_platform().describe(caches, geometry)
+        cache = self.make_platform().describe(caches, geometry)
         blocks = self.blocks_of(caches)
         for layer, tensor in enumerate(blocks.values()):
             for block in range(geometry.num_blocks):
@@ -132,9 +171,10 @@ class PlatformConformance:
         source, target = 1, geometry.num_blocks - 1
         for tensor in expected.values():
             tensor[target] = tensor[source]
-        for region in layout.regions:
-            at = region.base + target * region.block_stride
-            self.copy_memory(at, region.base + source * region.block_stride, region.block_bytes)
+        ours, theirs = ([Table(np.array([block], dtype=np.int32))] * len(cache.groups) for block in (source, target))
+        plan = prepare(cache, cache, useful=0).plan(ours, theirs, 0, min(group.block_size for group in cache.groups))
+        for (origin, length, _), (at, _, _) in zip(plan.source.tolist(), plan.sink.tolist(), strict=True):
+            self.copy_memory(at, origin, length)
         for name, tensor in blocks.items():
             assert tensor.equal(expected[name]), name
 
@@ -156,17 +196,59 @@ class PlatformConformance:
         with pytest.raises(PlatformError, match=str(geometry.num_blocks + 1)):
             self.make_platform().describe(caches, dataclasses.replace(geometry, num_blocks=geometry.num_blocks + 1))
 
+    # --- re-packing -------------------------------------------------------------------------------------------------
+
+    def test_what_it_re_packs_arrives_where_it_belongs_and_nothing_else_changes(self) -> None:
+        platform = self.make_platform()
+        caches, geometry = self.make_caches()
+        sink = platform.describe(caches, geometry)
+        if STRIDED not in platform.offers or any(plane.interior for group in sink.groups for plane in group.planes):
+            pytest.skip("this platform does not re-pack these caches")
+        source = token_major(sink)
+        size = Repacking(source, sink, platform.offers, base=0, slots=4).size
+        staging = platform.staging(size, sink.device)
+        assert staging.size >= size
+        noise = np.random.default_rng(0).integers(0, 256, size=size, dtype=np.uint8)
+        self.copy_memory(staging.address, noise.ctypes.data, size)
+        repacking = Repacking(source, sink, platform.offers, base=staging.address, slots=4)
+        block, last = min(group.block_size for group in source.groups), geometry.num_blocks - 1
+        start, end, tables = 1, 3 * block - 1, [Table(np.array([last, 1], dtype=np.int32))] * len(sink.groups)
+        before = self.memory_of(sink)
+        expected = before.copy()
+        for slots, group in zip(repacking.staging.groups, sink.groups, strict=True):
+            for staged, plane in itertools.product(slots.planes, group.planes):
+                for layer in set(staged.layers) & set(plane.layers) if staged.name == plane.name else ():
+                    for token, head in itertools.product(range(start, end), plane.heads):
+                        at = cell(plane, layer, (last, 1)[token // group.block_size], head, token % group.block_size)
+                        here = cell(staged, layer, token // slots.block_size, head, token % slots.block_size)
+                        expected[at - min(sink.spans)[0]] = noise[here - staging.address]
+        fences = [platform.repack(call) for call in repacking.plan(tables, tables, start, end).calls]
+        deadline = time.monotonic() + 30.0
+        while not all(fence.done() for fence in fences):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        assert (before != expected).any()
+        assert (self.memory_of(sink) == expected).all()
+
+    def memory_of(self, cache: CacheMap) -> np.ndarray:
+        """Copy out all memory from the first byte of the first span to the last of the last; zero between spans."""
+        first = min(at for at, _ in cache.spans)
+        copy = np.zeros(max(at + length for at, length in cache.spans) - first, dtype=np.uint8)
+        for at, length in cache.spans:
+            self.copy_memory(copy.ctypes.data + at - first, at, length)
+        return copy
+
     # --- where it is attached ---------------------------------------------------------------------------------------
 
     def test_rails_are_named_only_for_what_is_attached_to_pci(self) -> None:
         platform = self.make_platform()
         caches, geometry = self.make_caches()
-        for device in {region.device for region in platform.describe(caches, geometry).regions}:
-            address, rails = platform.pci_address(device), platform.local_rails(device)
-            assert address is None or PCI.fullmatch(address)
-            assert rails is None or all(isinstance(rail, str) and rail for rail in rails)
-            if address is None:
-                assert rails is None, "local to what?"
+        device = platform.describe(caches, geometry).device
+        address, rails = platform.pci_address(device), platform.local_rails(device)
+        assert address is None or PCI.fullmatch(address)
+        assert rails is None or all(isinstance(rail, str) and rail for rail in rails)
+        if address is None:
+            assert rails is None, "local to what?"
 
     def test_background_cpus_are_cpus_of_this_machine(self) -> None:
         cpus = self.make_platform().background_cpus()
