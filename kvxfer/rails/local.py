@@ -171,8 +171,9 @@ def _numbers(machine: Machine) -> dict[Node, int]:
         return told
     for row in _rows(machine, machine.neurons[0]) if machine.neurons else ():
         pairs = {node: row.pair_at(node.where) for node in machine.neurons}
-        if None not in pairs.values():
-            return {node: pair.index for node, pair in pairs.items() if pair is not None}
+        known = {node: pair.index for node, pair in pairs.items() if pair is not None}
+        if len(known) == len(machine.neurons) and known == {**known, **told}:
+            return known
     others = [node for node in _in_pci_order(machine.neurons) if node not in told]
     left = (index for index in itertools.count() if index not in told.values())
     return {**told, **dict(zip(others, left, strict=False))}

@@ -168,8 +168,12 @@ class Devices:
 
     def _at(self, index: int) -> Placement:
         """Return the device with a host index, where its number on the PCI bus is more than a guess."""
+        told = self.machine.neuron_index
         for placement in self.placements:
-            if placement.index == index and self._sure(placement):
+            if told.get(placement.node.where) == index:
+                return placement
+        for placement in self.placements:
+            if placement.index == index and placement.node.where not in told and self._published(placement):
                 return placement
         raise PlatformError(
             f"Neuron device {index} of this host is at a PCI address that nobody tells: AWS publishes none for instance type "
@@ -178,10 +182,9 @@ class Devices:
             f"{', '.join(name for name, row in INSTANCE_TYPES.items() if row.kind == 'neuron')})"
         )
 
-    def _sure(self, placement: Placement) -> bool:
+    def _published(self, placement: Placement) -> bool:
+        """Tell whether AWS's published addresses have a device of this number there, whichever of them may hold here."""
         node = placement.node
-        if self.machine.neuron_index.get(node.where) == placement.index:
-            return True
         rows = candidates(
             self.machine.instance_type, NEURON_DEVICES[node.device], [efa.where for efa in self.machine.efas]
         )

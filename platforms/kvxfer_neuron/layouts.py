@@ -164,8 +164,8 @@ def _recognised(name: str, cache: Any, group: LayerGroup, blocks: int) -> tuple[
     wanted_text = " or ".join(str(wanted) for wanted, _ in known.values())
     raise PlatformError(
         f"layer {name}: a cache of shape {shape} and strides {strides} is not {wanted_text}, as {blocks} blocks of "
-        f"{group.block_size} tokens with {inside[0]} heads of {size} would be. vllm-neuron 0.21 and 0.24 are known to lay it out "
-        "so; NxD Inference's caches are read with kvxfer_neuron.nxdi"
+        f"{group.block_size} tokens with {inside[0]} heads of {size} would be, as vllm-neuron lays "
+        "it out; NxD Inference's caches are read with kvxfer_neuron.nxdi"
     )
 
 

@@ -231,7 +231,9 @@ def test_a_libfabric_that_came_after_the_runtime_is_in_order(rig, monkeypatch) -
     monkeypatch.setattr("kvxfer_neuron.platform._early", early := [])
     maps = rig.root / "proc/self/maps"
     maps.parent.mkdir(parents=True)
-    maps.write_text(f"7f02-7f03 r-xp 00000000 00:1f 6   {rig.double.path}\n7f00-7f01 r-xp 00000000 00:1f 5   /libfabric.so.1\n")
+    maps.write_text(
+        f"7f02-7f03 r-xp 00000000 00:1f 6   {rig.double.path}\n7f00-7f01 r-xp 00000000 00:1f 5   /libfabric.so.1\n"
+    )
     rig.platform().environment()
     assert early == []
 
@@ -239,7 +241,11 @@ def test_a_libfabric_that_came_after_the_runtime_is_in_order(rig, monkeypatch) -
 def test_memory_that_is_not_on_a_page_is_warned_of(rig, caplog) -> None:
     raw = torch.zeros(4096 * 64, dtype=torch.int8)
     at = (-raw.data_ptr()) % 4096 + 64
-    cache = InHbm(raw[at : at + 2 * BLOCKS * HEADS * BLOCK_SIZE * DIM * 2].view(torch.bfloat16).view(2, BLOCKS, HEADS, BLOCK_SIZE, DIM))
+    cache = InHbm(
+        raw[at : at + 2 * BLOCKS * HEADS * BLOCK_SIZE * DIM * 2]
+        .view(torch.bfloat16)
+        .view(2, BLOCKS, HEADS, BLOCK_SIZE, DIM)
+    )
     cache.untyped_storage = lambda: _Storage(raw.data_ptr() + at, cache.host.nbytes)
     rig.platform().describe(dict.fromkeys([f"layers.{i}.self_attn" for i in range(LAYERS)], cache), geometry())
     assert "1 of the cache's 1 regions do not begin on a page" in caplog.text
@@ -318,13 +324,17 @@ def test_an_efa_device_that_the_container_hides_is_named(tmp_path, libnrt) -> No
         unknown = rig.platform()
         unknown._address = platform._address
         unknown.local_rails(0)
-    assert "libnrt attaches 0000:57:00.0 to this cache, which is no EFA device that can be opened here" in str(raised.value)
+    assert "libnrt attaches 0000:57:00.0 to this cache, which is no EFA device that can be opened here" in str(
+        raised.value
+    )
     assert "/dev/infiniband/uverbs*" in str(raised.value)
 
 
 def test_where_nobody_knows_nothing_is_guessed(rig) -> None:
     del rig.environment["NEURON_RT_VISIBLE_CORES"]
-    with pytest.raises(PlatformError, match=r"no EFA device that is known: neither NEURON_RT_VISIBLE_CORES .* KVXFER_NEURON_EFA"):
+    with pytest.raises(
+        PlatformError, match=r"no EFA device that is known: neither NEURON_RT_VISIBLE_CORES .* KVXFER_NEURON_EFA"
+    ):
         rig.platform().local_rails(0)
 
 
@@ -335,7 +345,9 @@ def test_the_setting_wins(rig, said) -> None:
 
 @pytest.mark.parametrize("said", ["rdmap1s0", "0000:58:00.0", "efa0"])
 def test_a_setting_that_names_no_efa_device_is_refused_with_those_that_are_here(rig, said) -> None:
-    with pytest.raises(ConfigError, match=rf"KVXFER_NEURON_EFA: '{said}' is no EFA device .*rdmap87s0 \(0000:57:00.0\)"):
+    with pytest.raises(
+        ConfigError, match=rf"KVXFER_NEURON_EFA: '{said}' is no EFA device .*rdmap87s0 \(0000:57:00.0\)"
+    ):
         rig.platform(KVXFER_NEURON_EFA=said).local_rails(0)
 
 
@@ -348,7 +360,9 @@ def test_a_host_without_efa(tmp_path, libnrt) -> None:
 
 def test_trn2_3xlarge_has_no_efa_device_attached(tmp_path, libnrt) -> None:
     rig = Rig(write_host(tmp_path / "host", make.trn2_3xlarge(efas=1)), libnrt)
-    with pytest.raises(PlatformError, match=r"trn2.3xlarge has no EFA device attached to a Neuron device; set KVXFER_NEURON_EFA"):
+    with pytest.raises(
+        PlatformError, match=r"trn2.3xlarge has no EFA device attached to a Neuron device; set KVXFER_NEURON_EFA"
+    ):
         rig.platform().local_rails(0)
     assert rig.platform(KVXFER_NEURON_EFA="0000:00:1a.0").local_rails(0) == ("rdmap0s26",)
 
@@ -419,7 +433,9 @@ def test_a_read_that_fails_lets_no_fence_pass_and_the_next_one_says_why(rig, wit
             assert time.monotonic() < deadline
             time.sleep(0.001)
     assert not fence.done()
-    with pytest.raises(PlatformError, match=r"reading the KV cache back .*NRT_EXEC_HW_ERR_HBM_UE.*start the engine again"):
+    with pytest.raises(
+        PlatformError, match=r"reading the KV cache back .*NRT_EXEC_HW_ERR_HBM_UE.*start the engine again"
+    ):
         platform.fence()
 
 
@@ -430,7 +446,7 @@ def test_a_kind_of_fence_that_is_none_is_refused(rig, said) -> None:
 
 
 def test_events_are_refused_where_there_are_none(rig, without_events) -> None:
-    with pytest.raises(PlatformError, match="no torch.neuron.Event"):
+    with pytest.raises(PlatformError, match=r"no torch\.neuron\.Event"):
         rig.described(KVXFER_NEURON_FENCE="events")
 
 

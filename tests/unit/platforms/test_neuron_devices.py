@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -13,6 +12,9 @@ from kvxfer.rails.pci import Address
 from kvxfer_neuron import cores
 from kvxfer_neuron.devices import Devices, run_neuron_ls
 from tests.unit.platforms.neuron_doubles import make, neuron_ls, trn2_files, trn2_host, write_host
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 __all__ = ["trn2_files", "trn2_host"]
 
@@ -123,15 +125,13 @@ HOSTS = {
 @pytest.mark.parametrize("product", HOSTS)
 def test_every_core_of_a_host_has_the_device_and_the_efa_device_of_awss_map(tmp_path, product) -> None:
     topology, each = HOSTS[product]
-    root = write_host(tmp_path / "host", topology(product))
+    environment: dict[str, str] = {}
+    found = devices(write_host(tmp_path / "host", topology(product)), environment)
     for pair in INSTANCE_TYPES[product].pairs:
         for core in range(pair.index * each, (pair.index + 1) * each):
-            found = devices(root, {"NEURON_RT_VISIBLE_CORES": str(core)})
-            if core % each:  # the files are read once a device
-                assert found.host_index(0) == pair.index
-                continue
+            environment["NEURON_RT_VISIBLE_CORES"] = str(core)
             placement = found.placement(0)
-            assert placement.node.where == pair.device
+            assert (placement.index, placement.node.where) == (pair.index, pair.device)
             assert [node.where for node in placement.rails] == [pair.efa]
 
 
@@ -141,10 +141,11 @@ def test_trn3_by_the_addresses_that_neuron_ls_prints(tmp_path, family) -> None:
     pairs = INSTANCE_TYPES["trn3.48xlarge"].pairs
     below = {0x4C: 0x4D, 0x4B: 0x4E}  # of the switch with EFA devices 4b and 4c
     told = {pair.index: f"{below[pair.efa.bus]:02x}:00.0" for pair in pairs if pair.efa.bus in below}
-    root = write_host(tmp_path / "host", make.trn3(""))
+    environment = {"KVXFER_NEURON_INSTANCE_TYPE": family}
+    found = devices(write_host(tmp_path / "host", make.trn3("")), environment, ls=neuron_ls(told))
     for index, bdf in told.items():
-        environment = {"NEURON_RT_VISIBLE_CORES": str(index * 4), "KVXFER_NEURON_INSTANCE_TYPE": family}
-        placement = devices(root, environment, ls=neuron_ls(told)).placement(0)
+        environment["NEURON_RT_VISIBLE_CORES"] = str(index * 4)
+        placement = found.placement(0)
         assert placement.node.where == Address.parse(bdf)
         assert [node.where for node in placement.rails] == [pairs[index].efa]
 
@@ -166,11 +167,15 @@ def test_the_drivers_own_count_of_cores_is_believed(tmp_path) -> None:
     (root / "sys/class/neuron_device/neuron3/core_count").write_text("many\n")
     assert devices(root, {"NEURON_RT_VISIBLE_CORES": "7"}).host_index(0) == 3
     (root / "sys/class/neuron_device/neuron2/core_count").write_text("8\n")
-    assert devices(root, {"NEURON_RT_VISIBLE_CORES": "7"}).host_index(0) == 1, "they contradict each other: the family's"
+    assert devices(root, {"NEURON_RT_VISIBLE_CORES": "7"}).host_index(0) == 1, (
+        "they contradict each other: the family's"
+    )
 
 
 def test_a_core_beyond_the_last_is_named_with_the_lnc_that_was_taken(trn2_host) -> None:
-    with pytest.raises(ConfigError, match=r"CORES=64 is beyond the 16 Neuron devices .*device 16. Set NEURON_LOGICAL_NC_CONFIG"):
+    with pytest.raises(
+        ConfigError, match=r"CORES=64 is beyond the 16 Neuron devices .*device 16. Set NEURON_LOGICAL_NC_CONFIG"
+    ):
         address_of(devices(trn2_host, {"NEURON_RT_VISIBLE_CORES": "64"}))
     assert devices(trn2_host, {"NEURON_RT_VISIBLE_CORES": "64", "NEURON_LOGICAL_NC_CONFIG": "1"}).host_index(0) == 8
 
@@ -202,7 +207,9 @@ def test_other_bus_numbers_are_found_by_neuron_ls_alone(tmp_path) -> None:
     """A host whose firmware numbers its buses otherwise than AWS's tables have them."""
     root = write_host(tmp_path / "host", make.trn2("trn2.48xlarge", move=1))
     environment = {"NEURON_RT_VISIBLE_CORES": "20"}
-    with pytest.raises(PlatformError, match=r"Neuron device 5 of this host is at a PCI address that nobody tells.*neuron-ls"):
+    with pytest.raises(
+        PlatformError, match=r"Neuron device 5 of this host is at a PCI address that nobody tells.*neuron-ls"
+    ):
         address_of(devices(root, environment))
     assert address_of(devices(root, environment, ls=neuron_ls({5: "59:00.0"}))) == "0000:59:00.0"
 
@@ -236,7 +243,12 @@ def test_files_under_the_hosts_own_numbers(tmp_path) -> None:
     environment = {"NEURON_RT_VISIBLE_CORES": "0"}
     with pytest.raises(PlatformError) as raised:
         devices(root, environment).host_index(0)
-    for said in ("runtime's Neuron device 0", "/dev/neuron4, /dev/neuron5", "libnrt cannot be loaded", "KVXFER_NEURON_DEVICE"):
+    for said in (
+        "runtime's Neuron device 0",
+        "/dev/neuron4, /dev/neuron5",
+        "libnrt cannot be loaded",
+        "KVXFER_NEURON_DEVICE",
+    ):
         assert said in str(raised.value)
     assert devices(root, environment, nrt=Nrt(4, 5)).host_index(0) == 4
     assert address_of(devices(root, {"KVXFER_NEURON_DEVICE": "4"})) == "0000:6f:00.0"
@@ -265,7 +277,9 @@ def test_neuron_ls_is_not_asked_where_files_are_renumbered(tmp_path) -> None:
 
 @pytest.mark.parametrize("said", ["5", "0000:58:00.0", "58:00.0"])
 def test_the_device_that_is_named(trn2_host, said) -> None:
-    assert address_of(devices(trn2_host, {"KVXFER_NEURON_DEVICE": said, "NEURON_RT_VISIBLE_CORES": "0"})) == "0000:58:00.0"
+    assert (
+        address_of(devices(trn2_host, {"KVXFER_NEURON_DEVICE": said, "NEURON_RT_VISIBLE_CORES": "0"})) == "0000:58:00.0"
+    )
 
 
 @pytest.mark.parametrize(
@@ -308,7 +322,7 @@ def test_an_instance_type_that_is_not_known(trn2_host) -> None:
 @pytest.mark.parametrize(("body", "out"), [("echo '[]'", "[]\n"), ("echo '[]'; exit 1", ""), ("", "")])
 def test_neuron_ls_is_run_where_it_is(tmp_path, monkeypatch, body, out) -> None:
     tool = tmp_path / "neuron-ls"
-    tool.write_text(f"#!/bin/sh\n[ \"$1\" = -j ] || exit 3\n{body}\n")
+    tool.write_text(f'#!/bin/sh\n[ "$1" = -j ] || exit 3\n{body}\n')
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     assert run_neuron_ls() == out
@@ -317,4 +331,3 @@ def test_neuron_ls_is_run_where_it_is(tmp_path, monkeypatch, body, out) -> None:
 def test_without_neuron_ls_nothing_is_printed(monkeypatch) -> None:
     monkeypatch.setattr("kvxfer_neuron.devices._NEURON_LS", ("/there/is/none",))
     assert run_neuron_ls() == ""
-    assert sys.platform == "linux"

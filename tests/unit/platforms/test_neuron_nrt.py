@@ -65,7 +65,9 @@ def test_every_code_is_named_as_the_header_names_it_and_every_failure_has_a_cure
 
 def test_a_code_that_is_not_known_is_told_by_its_number(libnrt, nrt) -> None:
     libnrt.force("nrt_init", 4711)
-    with pytest.raises(PlatformError, match=r"NRT_STATUS 4711, which this kvxfer does not know: look it up in nrt_status.h"):
+    with pytest.raises(
+        PlatformError, match=r"NRT_STATUS 4711, which this kvxfer does not know: look it up in nrt_status.h"
+    ):
         nrt.initialise()
 
 
@@ -149,7 +151,9 @@ def test_whether_it_is_initialised(libnrt, nrt, before) -> None:
     assert not nrt.initialised()
 
 
-@pytest.mark.parametrize("ask", [lambda nrt: nrt.memory(), lambda nrt: nrt.allocate(1), lambda nrt: nrt.attached_efa(4096)])
+@pytest.mark.parametrize(
+    "ask", [lambda nrt: nrt.memory(), lambda nrt: nrt.allocate(1), lambda nrt: nrt.attached_efa(4096)]
+)
 def test_what_needs_the_runtime_says_so_before_it_and_after_it(nrt, ask) -> None:
     with pytest.raises(PlatformError, match=r"NRT_UNINITIALIZED \(13\): .*let the first tensor be made on the device"):
         ask(nrt)
@@ -278,7 +282,9 @@ def test_one_dma_buf_takes_one_efa_device_and_they_may_run_out(libnrt, started) 
     libnrt.limits(exports=1)
     address = started.tensor_address(started.allocate(1 << 16))
     os.close(started.dmabuf(address, 4096))
-    with pytest.raises(PlatformError, match=r"NRT_RESOURCE \(4\): each dma-buf takes one EFA device.*fewer, larger regions"):
+    with pytest.raises(
+        PlatformError, match=r"NRT_RESOURCE \(4\): each dma-buf takes one EFA device.*fewer, larger regions"
+    ):
         started.dmabuf(address, 4096)
 
 
@@ -356,6 +362,10 @@ def test_the_probe_as_a_program(built_libnrt) -> None:
     assert "ok       version" in done.stdout
     assert "problem  " in done.stdout, done.stdout
     done = subprocess.run(
-        run, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": path, "KVXFER_LIBNRT": "/none"}
+        run,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": path, "KVXFER_LIBNRT": "/none"},
     )
     assert (done.returncode, done.stdout.split()[:2]) == (2, ["problem", "libnrt"])
