@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-PROMPTS: Final = (1, 31, 32, 33, 127, 128, 129, 300, 1000, 2000, 4000, 6000)
+PROMPTS: Final = (2, 31, 32, 33, 127, 128, 129, 300, 1000, 2000, 4000, 6000)
 MODES: Final[tuple[Mode, ...]] = ("push", "pull")
 _EARLY: Final = 5
 _MISPLACED_PROMPT: Final = 300
@@ -112,7 +112,7 @@ class Demo:
             prompt_tokens=length,
             reference=self._reference[length].token_ids,
             answer=answer.token_ids,
-            bytes_expected=sum(cache.bytes_for(0, length) for cache in counters.caches),
+            bytes_expected=sum(cache.bytes_for(0, length - 1) for cache in counters.caches),
             bytes_moved=moved.bytes,
             descriptors=moved.descriptors,
             backends=moved.backends,

@@ -17,6 +17,7 @@ import numpy as np
 from kvxfer.errors import TransportError
 from kvxfer.layout.card import RankCard
 from kvxfer.layout.maps import CacheMap, Group, Plane
+from kvxfer.layout.route import StagingArea
 from kvxfer.protocol.actions import SinkFinished, SourceFinished, SourceQuiet
 from kvxfer.protocol.ids import HandoffId, RankId
 from kvxfer.protocol.messages import Directory, RankAddress
@@ -59,6 +60,7 @@ class LoneRank:
     """One engine of a single rank.
 
     ``make_agent`` gets the agent's name. ``changes`` override fields of the plane that peers are told; ``settings`` the mover's.
+    ``staging_bytes``: of an area in which it re-packs what it receives.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class LoneRank:
         mover_timeout: float = 30.0,
         host: str = "127.0.0.1",
         secret: Secret | None = None,
+        staging_bytes: int = 0,
         **settings: Any,
     ) -> None:
         self.block_size = block_size
@@ -87,10 +90,14 @@ class LoneRank:
         self.cache = layer_major(self.memory, block_size, **(changes or {}))
         self.me = RankId(engine, secrets.token_hex(4), 0)
         self.platform = platform or HostPlatform(fence_delay=0)
+        self.staging = self.platform.staging(staging_bytes, 0) if staging_bytes else None
+        area = None
+        if self.staging is not None:
+            area = StagingArea(self.staging.address, self.staging.size, self.platform.offers)
         # One channel plays both parts: the engine's control address and the rank's.
         self.threads = RankThreads(
             self.me,
-            RankCard(engine, model, 0, 1, 0, 1, backend, self.cache, b""),
+            RankCard(engine, model, 0, 1, 0, 1, backend, self.cache, b"", area),
             lambda: make_agent(self.me.agent),
             MoverSettings(**{"mode": mode, **settings}),
             timing or Timing(),
@@ -98,6 +105,7 @@ class LoneRank:
             connect_timeout=connect_timeout,
             mover_timeout=mover_timeout,
             secret=secret,
+            repack=self.platform.repack,
         )
         self.mover, self.control = self.threads.mover, self.threads.control
         where = RankAddress(0, self.me.incarnation, 0, 0, "", self.control.port)

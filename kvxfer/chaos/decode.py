@@ -40,21 +40,30 @@ class DecodeEngine(Engine):
         world, cached = self.sim.world, 0
         if one.address is not None and one.tokens > 2 * BLOCK_SIZE and world.chance(0.15):
             cached = BLOCK_SIZE * world.random.randrange(1, one.tokens // BLOCK_SIZE)
-        if one.address is None or world.chance(0.02):
+        if one.address is None or one.tokens == 1 or world.chance(0.02):
             if one.address is not None:
-                self._release(one, "decode has the prompt in its prefix cache")
+                self._release(one, "decode has the prompt in its prefix cache, or but a token to compute")
             self._local(one, 0)
             return
         self.write(one, 0, cached)  # as if the prefix cache had had it
-        one.state, one.owed, one.load = "loading", True, (cached, one.tokens)
+        end = one.tokens - 1  # the last one is computed here
+        one.state, one.owed, one.load = "loading", True, (cached, end)
         self.process.scheduler.announcer.settle(one.handoff.id, one.id)
-        blocks = one.blocks[cached // BLOCK_SIZE :]
+        blocks = one.blocks[cached // BLOCK_SIZE : -(-end // BLOCK_SIZE)]
         self.process.lend(one.id, one.handoff.id.transfer, blocks)
-        world.note(self.name, one.handoff.id.transfer, f"opens {one.id} [{cached}, {one.tokens}) in blocks {blocks}")
+        world.note(self.name, one.handoff.id.transfer, f"opens {one.id} [{cached}, {end}) in blocks {blocks}")
         now = self.process.clock()
         step.opened.append(
             cmd.SinkOpen(
-                one.handoff.id, one.id, one.address, cached, one.tokens, packed(blocks), one.heard, now, one.prompt
+                one.handoff.id,
+                one.id,
+                one.address,
+                cached,
+                end,
+                packed(blocks),
+                one.heard,
+                now,
+                b"".join(one.prompt[1:2]),
             )
         )
 
@@ -105,7 +114,7 @@ class DecodeEngine(Engine):
         if one.aborted or (result.reason is not None and self.policy == "fail"):
             self.gone(one)
         elif result.reason is None:
-            one.state, one.computed = "running", one.tokens
+            one.state, one.computed = "running", one.load[1]
             self.running.append(one)
         else:
             self._local(one, one.load[0])

@@ -40,7 +40,7 @@ class Request:
     address: cmd.EngineAddress | None = None  # of decode's source; None: nothing is handed over any more
     tokens: int = 0
     tag: int = 0  # position p of its prompt is the tag ``tag + p``
-    prompt: bytes = b""  # its digest
+    prompt: tuple[bytes, ...] = ()  # its digest, that of all but its last token, and so on
     misled: bool = False  # its prompt is not the handoff's: it must never be moved
     state: str = "waiting"
     blocks: list[int] = field(default_factory=list)

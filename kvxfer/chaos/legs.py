@@ -16,7 +16,7 @@ from kvxfer.chaos.decode import DecodeEngine
 from kvxfer.chaos.engine import Request
 from kvxfer.chaos.prefill import PrefillEngine
 from kvxfer.protocol.ids import HandoffId
-from kvxfer.transport.commands import EngineAddress
+from kvxfer.transport.commands import LESS, EngineAddress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -191,7 +191,7 @@ class Legs:
             self._mislead(request, source, sink, wrong)
             request.grow = self.sim.world.random.randint(1, 5)
         if self.told:
-            request.prompt = digest(request.tag, request.tokens)
+            request.prompt = tuple(digest(request.tag, request.tokens - less) for less in LESS)
         what = f"{request.id}: {slot.host} has {request.tokens} tokens to " + (
             "prefill" if prefill else f"decode from {request.address}"
         )
@@ -216,9 +216,10 @@ class Legs:
             else:
                 continue
             self._count(fault, request.handoff, source, sink)
-        same = (request.tag, request.tokens) == (request.handoff.tag, request.handoff.tokens)
+        longer = request.handoff.tokens - (request.tokens - 1)  # than what decode wants of it
+        same = request.tag == request.handoff.tag and longer in LESS
         # Where digests are not told, a part of a longer prompt is as good as a prompt.
-        request.misled = not same and (self.told or request.tokens > request.handoff.tokens)
+        request.misled = not same and (self.told or longer < 0)
 
     def _admit(self, slot: Slot, request: Request) -> None:
         engine = slot.engine

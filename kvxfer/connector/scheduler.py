@@ -25,7 +25,7 @@ from kvxfer.connector.params import ParamsError, SinkParams, SourceParams, parse
 from kvxfer.connector.pins import Pins
 from kvxfer.errors import RemoteProtocolError
 from kvxfer.protocol.messages import Directory, Report
-from kvxfer.transport.commands import SinkCancel, SinkOpen, SourceFinish, SourceProgress, SourceStart, Step
+from kvxfer.transport.commands import LESS, SinkCancel, SinkOpen, SourceFinish, SourceProgress, SourceStart, Step
 from kvxfer.transport.control import ControlChannel
 from kvxfer.transport.secret import load_secret
 
@@ -138,21 +138,26 @@ class SchedulerHalf:
                 self._announcer.expect(params.handoff, request_id, params.source)
             case SourceParams(handoff, probe) if not probe:
                 self._sources[request_id] = _Source(handoff, request.num_prompt_tokens)
-                start = SourceStart(handoff, request_id, request.num_prompt_tokens, now, compat.prompt_digest(request))
-                self._step.started.append(start)
+                digests = compat.prompt_digests(request, *LESS)
+                self._step.started.append(SourceStart(handoff, request_id, request.num_prompt_tokens, now, digests))
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        """Offer every prompt position that decode has not cached itself. May be asked again; changes nothing."""
+        """Offer every prompt position that decode has not cached itself. May be asked again; changes nothing.
+
+        The last one is offered as well, though it is not moved: of a prompt that is all there vLLM computes the last token
+        again, in the place that it allocates for it now. A request that had to ask for that place later might wait for ever, not
+        being preempted while it waits, for the blocks of others like it.
+        """
         sink = self._sinks.get(request.request_id)
         if sink is None or sink.state is not _SinkState.NEW:
             return 0, False
         if compat.needs_every_position(request):
             return 0, False  # the forward over the prompt is itself a part of the answer
         missing = request.num_prompt_tokens - num_computed_tokens
-        if num_computed_tokens > 0 and missing <= self._block_size:
+        if missing <= 1 or (num_computed_tokens > 0 and missing <= self._block_size):
             # All but the last block, which no prefix cache ever holds whole, is here: computing it is quicker than waiting.
             return 0, False
-        return (missing, True) if missing > 0 else (0, False)
+        return missing, True
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Register the blocks that vLLM allocated; or note that nothing is wanted."""
@@ -164,8 +169,7 @@ class SchedulerHalf:
             sink.state = _SinkState.DONE
             self._announcer.release(handoff, request.request_id, source, "decode computes what it lacks itself")
             return
-        end = request.num_prompt_tokens
-        start = end - num_external_tokens
+        start, end = request.num_prompt_tokens - num_external_tokens, request.num_prompt_tokens - 1
         ids = list(blocks.get_block_ids()[0])[start // self._block_size : -(-end // self._block_size)]
         sink.state = _SinkState.OPEN
         self._announcer.settle(handoff, request.request_id)
@@ -173,7 +177,7 @@ class SchedulerHalf:
             SinkOpen(
                 handoff, request.request_id, source, start, end,
                 self.registered_blocks(request.request_id, array("i", ids)).tobytes(), sink.heard, time.monotonic(),
-                compat.prompt_digest(request),
+                b"".join(compat.prompt_digests(request, 1)),
             )
         )  # fmt: skip
 

@@ -85,6 +85,7 @@ class WorkerHalf:
             cache=cache,
             agent=b"",
             staging=None if staging is None else StagingArea(staging.address, staging.size, self._platform.offers),
+            role=self._vllm_config.kv_transfer_config.kv_role,
         )
         threads = self._threads = RankThreads(
             self.me,

@@ -7,13 +7,13 @@ block's bytes is compared here, once, before any block moves. A refusal names bo
 from __future__ import annotations
 
 import zlib
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from kvxfer.errors import LayoutMismatchError, RemoteProtocolError
 from kvxfer.layout.check import check, check_staging
-from kvxfer.layout.maps import CacheMap
+from kvxfer.layout.maps import CacheMap, numbers
 from kvxfer.layout.ranks import Shard, share
 from kvxfer.layout.route import Route, StagingArea
 
@@ -21,7 +21,8 @@ from kvxfer.layout.route import Route, StagingArea
 class RankCard(msgspec.Struct, frozen=True):
     """One worker rank. ``agent`` is the opaque metadata with which a peer's NIXL agent can reach this one's.
 
-    ``staging`` is where this rank re-packs what it receives; None where its platform does not.
+    ``staging`` is where this rank re-packs what it receives; None where its platform does not. ``role`` is vLLM's kv_role, which
+    says in which of the two directions KV can move at all.
     """
 
     engine: str
@@ -34,6 +35,7 @@ class RankCard(msgspec.Struct, frozen=True):
     cache: CacheMap
     agent: bytes
     staging: StagingArea | None = None
+    role: Literal["kv_producer", "kv_consumer", "kv_both"] = "kv_both"
 
     def to_builtins(self) -> dict[str, Any]:
         """Turn the card into what a message can carry."""
@@ -59,7 +61,7 @@ class RankCard(msgspec.Struct, frozen=True):
 def refusals(mine: RankCard, theirs: RankCard) -> list[str]:
     """List why these two ranks must not exchange KV; empty when they may. Each entry names both values and the cure.
 
-    Whoever of the two is the source, the answer is the same: both directions are tried.
+    Whoever of the two asks, the answer is the same: every direction that their roles allow is tried, and one must do.
     """
     checks: list[tuple[str, object, object, str]] = [
         ("model", mine.model, theirs.model, _SAME_MODEL),
@@ -79,9 +81,16 @@ def refusals(mine: RankCard, theirs: RankCard) -> list[str]:
             "set --tensor-parallel-size 1 and --pipeline-parallel-size 1 on both"
         )
     if not found:
-        ways = [_why_not(mine, theirs), _why_not(theirs, mine)]
-        if all(ways):
-            found.append(ways[0])
+        ways = [
+            (a, b) for a, b in ((mine, theirs), (theirs, mine)) if a.role != "kv_consumer" and b.role != "kv_producer"
+        ]
+        why = [_why_not(*way) for way in ways]
+        if not ways:
+            found.append(
+                f"{mine.engine} and {theirs.engine} both have kv_role {mine.role}: one must be the other's kv_producer"
+            )
+        elif all(why):
+            found.append(why[0])
     return found
 
 
@@ -103,7 +112,26 @@ def connected(source: RankCard, sink: RankCard) -> Route | None:
     turn = zlib.crc32(sink.engine.encode())
     what = share(source.cache, shards[0], sink.cache, shards[1], turn=turn)
     names = f"{source.engine} rank {source.tp_rank}", f"{sink.engine} rank {sink.tp_rank}"
+    if source.pp_size == 1:
+        _check_layers(source.cache, sink.cache, names)
     return Route(source.cache, sink.cache, what, area=sink.staging, names=names) if what else None
+
+
+def _check_layers(source: CacheMap, sink: CacheMap, names: tuple[str, str]) -> None:
+    """Raise LayoutMismatchError when a sink has layers that the one stage of its source has not: nobody would fill them."""
+    missing: dict[str, list[int]] = {}
+    for plane, layer in _layers(sink) - _layers(source):
+        missing.setdefault(plane, []).append(layer)
+    if missing:
+        what = ", ".join(f"{plane!r} of layers {numbers(sorted(layers))}" for plane, layers in sorted(missing.items()))
+        raise LayoutMismatchError(
+            f"{names[1]} holds {what}, which {names[0]} does not: serve the same model on both, with the same speculative "
+            "decoding if any"
+        )
+
+
+def _layers(cache: CacheMap) -> set[tuple[str, int]]:
+    return {(plane.name, layer) for group in cache.groups for plane in group.planes for layer in plane.layers}
 
 
 _SAME_MODEL = (

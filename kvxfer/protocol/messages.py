@@ -31,7 +31,7 @@ from kvxfer.protocol.ids import HandoffId, Name, RankId, shown
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 """Raised whenever a message changes in a way that the previous version cannot read."""
 
 MAX_MESSAGE_BYTES = 8 << 20
@@ -160,7 +160,7 @@ class Register(Message, frozen=True, tag="register"):
     ``blocks`` covers the span from the block that contains ``start``. In pull mode the same message asks for the source's
     blocks; ``asked`` is when, and sending it again renews the lease that the source's Grant gives.
 
-    ``prompt`` digests everything that shapes the prompt's KV: only a source with an equal one may answer; empty for unknown.
+    ``prompt`` digests everything that shapes the KV of positions [0, end): only a source of these may answer; empty for unknown.
 
     ``again`` marks what was said before. It never begins anything: overtaken by the end of its attempt, it could otherwise
     register blocks that are the engine's again, with a later prefill of the same name.

@@ -87,7 +87,7 @@ class Sink:
     ) -> Iterator[Action]:
         """Take over the blocks that shall receive positions [start, end): packed int32 ids, whole blocks.
 
-        ``prompt`` digests everything that shapes the prompt's KV; a source with another one refuses.
+        ``prompt`` digests everything that shapes the KV of positions [0, end); a source of others refuses.
         """
         if request_id in self._by_request:
             raise LocalProtocolError(f"request {request_id} opened a second handoff while its first is open")

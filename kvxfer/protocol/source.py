@@ -41,11 +41,12 @@ class Source(Delivery):
     # --- events from the engine -------------------------------------------------------------------------------------
 
     def start(
-        self, handoff: HandoffId, request_id: str, prompt_tokens: int, now: float, prompt: bytes = b""
+        self, handoff: HandoffId, request_id: str, prompt_tokens: int, now: float, prompt: tuple[bytes, ...] = ()
     ) -> Iterator[Action]:
         """Note that the engine has a request with this handoff id; ``prompt_tokens`` positions will be computed for it.
 
-        ``prompt`` digests everything that shapes the prompt's KV; a sink with another one is refused.
+        ``prompt`` digests everything that shapes the KV of the prompt, then of the prompt without its last token, and so on: a
+        sink that wants other positions than one of these is refused. () for unknown.
         """
         if request_id in self._by_request:
             raise LocalProtocolError(f"request {request_id} was started twice")
@@ -337,11 +338,12 @@ class Source(Delivery):
         sink = one.sink
         if sink is None or one.request_id is None or one.state is State.SERVED:
             return
-        if sink.end > one.prompt_tokens:
+        less = one.prompt_tokens - sink.end
+        if less < 0:
             reason = f"decode wants positions up to {sink.end:,}, prefill's prompt has {one.prompt_tokens:,} tokens: "
             reason += "send both legs the same prompt and the same tokenizer settings"
-        elif sink.prompt and one.prompt and sink.prompt != one.prompt:
-            reason = f"the two legs' prompts differ (decode's ends at {sink.end:,}, prefill's at {one.prompt_tokens:,} "
+        elif sink.prompt and one.prompt and sink.prompt not in one.prompt[less : less + 1]:
+            reason = f"the two legs' prompts differ (decode wants {sink.end:,} positions, prefill's has {one.prompt_tokens:,} "
             reason += "tokens): send both the same prompt, LoRA, multimodal inputs, cache salt and tokenizer settings"
         else:
             return

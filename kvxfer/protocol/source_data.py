@@ -55,7 +55,8 @@ class SourceHandoff:
     hold_until: float = math.inf  # however often the sink announces itself
     request_id: str | None = None
     prompt_tokens: int = 0
-    prompt: bytes = b""
+    prompt: tuple[bytes, ...] = ()
+    """Digests of its prompt, of it without the last token, and so on; () when they are not known."""
     generation: int = 0
     final: int = 0  # positions [0, final) are final under this generation
     blocks: array[int] = field(default_factory=lambda: array("i"))

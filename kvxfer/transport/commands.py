@@ -15,6 +15,13 @@ if TYPE_CHECKING:
     from kvxfer.protocol.messages import AnyMessage
 
 
+LESS = (0, 1, 2)
+"""By how many tokens a prefill leg's prompt may be longer than what decode wants moved, which is decode's prompt less one.
+
+So decode's prompt may be a token longer or shorter than prefill's, as where a proxy or a template adds one on one side.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineAddress:
     """Where an engine's control channel listens, and which engine is expected there (empty: any)."""
@@ -35,14 +42,15 @@ class EngineAddress:
 class SourceStart:
     """A request whose KV another engine wants was admitted; ``heard`` is when (monotonic seconds).
 
-    ``prompt`` digests everything that shapes the prompt's KV; empty when it is not known.
+    ``prompt`` digests everything that shapes the KV of the prompt, of the prompt without its last token, and so on; empty when
+    it is not known.
     """
 
     handoff: HandoffId
     request_id: str
     prompt_tokens: int
     heard: float
-    prompt: bytes = b""
+    prompt: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +79,10 @@ class SourceFinish:
 
 @dataclass(frozen=True, slots=True)
 class SinkOpen:
-    """Blocks were allocated for positions [start, end) of a request that another engine prefills."""
+    """Blocks were allocated for positions [start, end) of a request that another engine prefills.
+
+    ``prompt`` digests everything that shapes the KV of positions [0, end); empty when it is not known.
+    """
 
     handoff: HandoffId
     request_id: str

@@ -41,6 +41,7 @@ from kvxfer.transport import commands as cmd
 from kvxfer.transport.mover_settings import COUNTERS, LINGER, TICK, MoverSettings, Renewed
 from kvxfer.transport.openings import Openings
 from kvxfer.transport.reach import NotNowError
+from kvxfer.transport.recorder import Recorder
 from kvxfer.transport.records import RecordBook
 from kvxfer.transport.refusals import Refusals
 from kvxfer.transport.staging import Staging, Wanted
@@ -103,6 +104,7 @@ class Mover(threading.Thread):
             revoke=settings.revoke,
         )
         self.records = RecordBook(settings.records)
+        self._recorder = Recorder(self.records, rank.rank, settings.mode, card.cache)
         self.results: deque[SourceFinished | SinkFinished | SourceQuiet] = deque()
         """What the engine is owed, oldest first; the engine thread pops from the left."""
         self.counters = dict.fromkeys(COUNTERS, 0)
@@ -289,20 +291,14 @@ class Mover(threading.Thread):
         for request_id in step.preempted:
             self._run(self.source.preempt(request_id, now, step.tokens.get(request_id, 0)))
         for start in step.started:
-            record = self.records.open("source", start.handoff, self.rank.rank, self.settings.mode)
-            record.request_id, record.backend = record.request_id or start.request_id, self.transfers.backend
-            record.times.expected = record.times.expected or start.heard
+            self._recorder.started(start, self.transfers.backend)
             self._run(self.source.start(start.handoff, start.request_id, start.prompt_tokens, now, start.prompt))
         for opened in step.opened:
             if self.sink.state(opened.handoff) is not None:
                 # Two requests claim one handoff. The second is refused, and nothing of the first is touched.
                 self.results.extend(self._opening(opened, now))  # type: ignore[arg-type]  # SinkFinished only
                 continue
-            record = self.records.open("sink", opened.handoff, self.rank.rank, self.settings.mode)
-            record.request_id, record.backend = opened.request_id, self.transfers.backend
-            record.tokens = opened.end - opened.start
-            record.blocks = self.cache.blocks_for(opened.start, opened.end)
-            record.times.expected, record.times.allocated = opened.heard, opened.allocated
+            self._recorder.opened(opened, self.transfers.backend)
             self._run(self._opening(opened, now))
             self._openings.open(opened.handoff, opened.source)
         for cancel in step.cancelled:
@@ -424,9 +420,7 @@ class Mover(threading.Thread):
 
     def _act_on_terminal(self, one: InFlight, failed: bool, now: float) -> None:
         self.transfers.ended(one)
-        record = self.records.get(one.side, one.handoff)
-        if record is not None:
-            record.times.last_byte = now
+        self._recorder.terminal(one, now)
         if failed:
             self._post_failed(one.side, one.number, f"NIXL reports an error towards {one.peer}", now)
         elif one.side == "source":
@@ -442,9 +436,7 @@ class Mover(threading.Thread):
 
     def _act_on_notification(self, frm: str, packed: bytes, now: float) -> None:
         written = messages.unpack_written(packed)
-        record = self.records.get("sink", written.handoff)
-        if record is not None:
-            record.times.notified = now
+        self._recorder.notified(written.handoff, now)
         self._run(self.sink.written(frm, written))
 
     # --- actions ----------------------------------------------------------------------------------------------------
@@ -470,38 +462,13 @@ class Mover(threading.Thread):
                     logger.warning("%s revokes the keys of its memory: %s", self.rank, reason)
                     self._revoking = now if self._revoking is None else self._revoking
                 case Note():
-                    self._note(action)
+                    self._recorder.note(action, now)
 
     def _finish(self, action: SourceFinished | SinkFinished) -> None:
-        side = "source" if isinstance(action, SourceFinished) else "sink"
-        record = self.records.get(side, action.handoff)
-        reason = getattr(action, "reason", None) or (record.reason if record else "")
-        outcome = "failed" if getattr(action, "reason", None) else (record.outcome if record else "open")
-        if side == "sink":
+        if isinstance(action, SinkFinished):
             self._openings.closed(action.handoff)
-        # Recorded first: whoever sees the engine's answer may look at the record.
-        self.records.end(side, action.handoff, "done" if outcome == "open" else outcome, reason, self._clock())
+        self._recorder.ended(action, self._clock())  # first: whoever sees the engine's answer may look at the record
         self.results.append(action)
-
-    def _note(self, note: Note) -> None:
-        if note.side == "source" and note.what in ("expected", "registered"):
-            self.records.open("source", note.handoff, self.rank.rank, self.settings.mode)
-        record = self.records.get(note.side, note.handoff)
-        if record is None:
-            return
-        now, times = self._clock(), record.times
-        match note.what:
-            case "expected" | "registered" | "sealed":
-                if getattr(times, note.what) is None:
-                    setattr(times, note.what, now)
-            case "chunk":
-                times.chunks_final.append(now)
-            case "served" | "cancelled" | "fencing" | "revoking" | "duplicate":
-                record.reason = note.detail
-                if note.detail != "done":
-                    record.outcome = note.what
-            case "expired" | "closed":  # ended, and the engine was owed nothing
-                self.records.end("source", note.handoff, note.what, note.detail, now)
 
     def _post_transfer(self, action: PostWrite | PostRead) -> None:
         now = self._clock()
@@ -518,17 +485,7 @@ class Mover(threading.Thread):
             else:
                 self._post_failed(side, action.transfer, str(error), now)
             return
-        self._count(action, posted, now)
-
-    def _count(self, action: PostWrite | PostRead, posted: InFlight, now: float) -> None:
         self.counters["bytes"] += posted.bytes
         self.counters["descriptors"] += posted.descriptors
         self.counters["transfers"] += 1
-        record = self.records.get(posted.side, action.handoff)
-        if record is None:
-            return
-        record.posted(posted.bytes, posted.descriptors, now)
-        record.peer = str(action.to if isinstance(action, PostWrite) else action.frm)
-        if isinstance(action, PostWrite):
-            record.tokens += action.end - action.start
-            record.blocks += self.cache.blocks_for(action.start, action.end)
+        self._recorder.posted(action, posted, now)

@@ -39,6 +39,7 @@ def test_every_setting_reaches_its_place() -> None:
         "drain_bound": 1.0,
         "pin_limit": 0.25,
         "transfer_limit": 60.0,
+        "staging_bytes": 1 << 20,
         "revoke": False,
         "mover_timeout": 15.0,
         "poll_interval": 0.001,

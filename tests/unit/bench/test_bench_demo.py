@@ -184,11 +184,11 @@ class FakeCounters:
         self.pair = pair
         block_bytes = Recipe().kv_bytes_per_token() * 32
         bytes_for = lambda start, end: -(-(end - start) // 32) * block_bytes  # noqa: E731
-        self.layouts = (SimpleNamespace(block_bytes=block_bytes, bytes_for=bytes_for),)
+        self.caches = (SimpleNamespace(block_bytes=block_bytes, bytes_for=bytes_for),)
 
     def next_moved(self):
-        blocks = -(-self.pair.last // 32)
-        moved = self.pair.spoil("bytes", blocks * self.layouts[0].block_bytes)
+        blocks = -(-(self.pair.last - 1) // 32)  # the last token is decode's own
+        moved = self.pair.spoil("bytes", blocks * self.caches[0].block_bytes)
         return Moved(
             "x", self.pair.last, blocks, moved, blocks, 1, (self.pair.spoil("backend", "LIBFABRIC"),), ("done",)
         )

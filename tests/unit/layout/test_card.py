@@ -5,77 +5,73 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvxfer.errors import RemoteProtocolError
-from kvxfer.layout.blocks import CacheLayout, Region
+from kvxfer.errors import LayoutMismatchError, RemoteProtocolError
 from kvxfer.layout.card import RankCard, connected, refusals
 from kvxfer.layout.maps import CacheMap, Group, Plane
 from kvxfer.layout.ranks import Shard, heads_of
+from kvxfer.layout.repack import STRIDED
+from kvxfer.layout.route import StagingArea
 from kvxfer.protocol.ids import RankId
 from kvxfer.protocol.messages import Hello, pack, unpack
 
-LAYOUT = CacheLayout(
-    block_size=16,
-    num_blocks=100,
-    dtype="bfloat16",
-    layers=2,
-    kv_heads=8,
-    head_dim=128,
-    interior="host:CPU_ATTN:vec",
-    memory="DRAM",
-    regions=(Region("l0", 1 << 40, 4096, 4096, 0), Region("l1", 2 << 40, 4096, 4096, 0)),
-    spans=((1 << 40, 409_600, 0), (2 << 40, 409_600, 0)),
-)
-CARD = RankCard("prefill-1", "llama", 0, 1, 0, 1, "LIBFABRIC", LAYOUT, b"\x00\xffagent")
+A, B = 1 << 40, 1 << 42
+
+
+def tile(
+    base: int,
+    *,
+    interior: str = "host:CPU_ATTN:amx",
+    dtype: str = "bfloat16",
+    layers: int = 2,
+    heads: int = 8,
+    blocks: int = 100,
+    block_size: int = 16,
+    channels: int = 256,
+    stride: int | None = None,
+) -> CacheMap:
+    """Blocks whose inside is opaque, a layer behind the other: nothing but equal ones can be exchanged."""
+    cell = block_size * channels * 2
+    step = stride or heads * cell
+    bases = tuple(base + layer * blocks * step for layer in range(layers))
+    plane = Plane(
+        "kv", dtype, 1, tuple(range(layers)), bases, tuple(range(heads)), heads, step, cell, (), ((cell, 1),), interior
+    )
+    return CacheMap((Group(block_size, blocks, (plane,)),), ((base, layers * blocks * step),), "DRAM")
+
+
+CARD = RankCard("prefill-1", "llama", 0, 1, 0, 1, "LIBFABRIC", tile(A), b"\x00\xffagent")
 
 
 def changed(**changes) -> RankCard:
-    layout = {key: changes.pop(key) for key in list(changes) if key in CacheLayout.__struct_fields__}
-    card = msgspec.structs.replace(CARD, engine="decode-1", **changes)
-    return msgspec.structs.replace(card, layout=msgspec.structs.replace(LAYOUT, **layout))
-
-
-def regions(*sizes: int) -> tuple[Region, ...]:
-    return tuple(Region(f"l{i}", i << 40, size, size, 0) for i, size in enumerate(sizes))
+    own = {"model", "tp_size", "pp_size", "backend", "agent", "tp_rank", "pp_rank"}
+    card = {key: changes.pop(key) for key in own & changes.keys()}
+    memory = changes.pop("memory", "DRAM")
+    cache = msgspec.structs.replace(tile(B, **changes), memory=memory)
+    return msgspec.structs.replace(CARD, engine="decode-1", cache=cache, **card)
 
 
 def test_equal_ranks_may_exchange() -> None:
     assert refusals(CARD, changed()) == []
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"num_blocks": 7},
-        {"agent": b"another"},
-        {"spans": ((5, 5, 5),)},
-        {"regions": tuple(Region("other name", 77, 8192, 4096, 3) for _ in range(2))},
-    ],
-)
-def test_size_addresses_strides_and_devices_may_differ(change) -> None:
+@pytest.mark.parametrize("change", [{"blocks": 7}, {"agent": b"another"}, {"stride": 1 << 18}])
+def test_size_addresses_and_strides_may_differ(change) -> None:
     assert refusals(CARD, changed(**change)) == []
 
 
 DIFFERENCES = {
     "model": ("mistral", "llama", "mistral", "model_id"),
-    "dtype": ("fp8_e4m3", "bfloat16", "fp8_e4m3", "--kv-cache-dtype"),
-    "block_size": (32, "16", "32", "--block-size"),
-    "layers": (3, "2", "3", "pipeline stages"),
-    "kv_heads": (4, "8", "4", "--tensor-parallel-size"),
-    "head_dim": (64, "128", "64", "same model"),
-    "tp_size": (2, "1", "2", "--tensor-parallel-size"),
-    "pp_size": (2, "1", "2", "--pipeline-parallel-size"),
-    "interior": ("host:CPU_ATTN:amx", "host:CPU_ATTN:vec", "host:CPU_ATTN:amx", "attention backend"),
+    "tp_size": (2, "1×1 ranks", "2×1", "--tensor-parallel-size"),
+    "pp_size": (2, "1×1 ranks", "1×2", "--pipeline-parallel-size"),
     "memory": ("VRAM", "DRAM", "VRAM", "kind of accelerator"),
-    "regions": (regions(4096), "2 × 4,096 bytes", "1 × 4,096 bytes", "VLLM_KV_CACHE_LAYOUT"),
     "backend": ("UCX", "LIBFABRIC", "UCX", '"backend"'),
 }
-HARMLESS = {"engine", "agent", "tp_rank", "pp_rank", "num_blocks", "spans", "layout", "cache"}
-"""``cache`` has tests of its own below."""
+HARMLESS = {"engine", "agent", "tp_rank", "pp_rank", "cache", "staging", "role"}
+"""``cache``, ``staging`` and ``role`` have tests of their own below."""
 
 
 def test_every_field_of_a_card_is_compared_or_known_to_be_harmless() -> None:
-    fields = set(RankCard.__struct_fields__) | set(CacheLayout.__struct_fields__)
-    assert fields == set(DIFFERENCES) | HARMLESS
+    assert set(RankCard.__struct_fields__) | {"memory"} == set(DIFFERENCES) | HARMLESS
 
 
 @pytest.mark.parametrize("field", DIFFERENCES)
@@ -87,17 +83,61 @@ def test_a_difference_is_refused_with_both_engines_both_values_and_a_cure(field)
     assert cure in text.split("; ", 1)[1]
 
 
-@pytest.mark.parametrize(("ours", "theirs"), [((64, 128), (128, 64)), ((64, 64, 128), (64, 128, 128))])
-def test_regions_are_compared_one_by_one_as_they_are_copied(ours, theirs) -> None:
-    mine = msgspec.structs.replace(CARD, layout=msgspec.structs.replace(LAYOUT, regions=regions(*ours)))
-    (text,) = refusals(mine, changed(regions=regions(*theirs)))
-    assert text.startswith("regions differ: ")
-    a, b = text.split("; ")[0].removeprefix("regions differ: ").split(", decode-1 has ")
-    assert a.removeprefix("prefill-1 has ") != b, "the two values read alike"
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("dtype", "fp8_e4m3", "fp8_e4m3"),
+        ("interior", "host:CPU_ATTN:neon", "host:CPU_ATTN:neon"),
+        ("block_size", 32, "32"),
+        ("channels", 128, "the source has 8192, the sink 4096"),
+    ],
+)
+def test_blocks_that_nothing_can_translate_are_refused_with_both_layouts(field, value, says) -> None:
+    (text,) = refusals(CARD, changed(**{field: value}))
+    assert "prefill-1 rank 0" in text
+    assert "decode-1 rank 0" in text
+    assert says in text
+
+
+def test_layers_that_nobody_would_fill_are_refused() -> None:
+    """Another stage of the source might hold them, but there is none."""
+    few, many = changed(), msgspec.structs.replace(CARD, cache=tile(A, layers=4))
+    with pytest.raises(
+        LayoutMismatchError, match=r"prefill-1 rank 0 holds 'kv' of layers 2-3, which decode-1 rank 0 does not"
+    ):
+        connected(few, many)
+    assert connected(many, few) is not None
+
+
+PRODUCER, CONSUMER, BOTH = "kv_producer", "kv_consumer", "kv_both"
+
+
+@pytest.mark.parametrize(
+    ("few", "many", "may"),
+    [
+        (BOTH, BOTH, True),
+        (CONSUMER, PRODUCER, True),
+        (PRODUCER, CONSUMER, False),
+        (BOTH, PRODUCER, True),
+        (PRODUCER, BOTH, False),
+        (BOTH, CONSUMER, False),
+        (PRODUCER, PRODUCER, False),
+        (CONSUMER, CONSUMER, False),
+    ],
+)
+def test_only_directions_that_the_roles_allow_count(few, many, may) -> None:
+    """What can move only from the rank with many layers to the one with few."""
+    one = msgspec.structs.replace(changed(), role=few)
+    other = msgspec.structs.replace(CARD, cache=tile(A, layers=4), role=many)
+    for mine, theirs in ((one, other), (other, one)):
+        texts = refusals(mine, theirs)
+        assert (texts == []) == may
+        if few == many != BOTH:
+            assert f"both have kv_role {few}" in texts[0]
 
 
 def test_all_differences_are_told_at_once() -> None:
-    assert len(refusals(CARD, changed(dtype="x", block_size=1, model="y"))) == 3
+    assert len(refusals(CARD, changed(memory="VRAM", backend="UCX", model="y"))) == 3
 
 
 @pytest.mark.parametrize("size", [{"tp_size": 2}, {"pp_size": 4}])
@@ -109,50 +149,58 @@ def test_more_than_one_rank_is_refused_by_this_release(size) -> None:
 
 # --- on the wire ------------------------------------------------------------------------------------------------------
 
+STAGED = msgspec.structs.replace(CARD, staging=StagingArea(B, 1 << 20, (STRIDED,)))
+
 
 def test_a_card_survives_a_message() -> None:
-    _, hello = unpack(pack(RankId("a", "b", 0), "", Hello(CARD.to_builtins(), 1.0)))
-    assert RankCard.from_builtins(hello.card) == CARD
+    for card in (CARD, STAGED):
+        _, hello = unpack(pack(RankId("a", "b", 0), "", Hello(card.to_builtins(), 1.0)))
+        assert RankCard.from_builtins(hello.card) == card
 
 
-@pytest.mark.parametrize(
-    "field", [*RankCard.__struct_fields__, *(f"layout.{f}" for f in CacheLayout.__struct_fields__)]
-)
+FIELDS = [
+    *RankCard.__struct_fields__,
+    *(f"cache.{field}" for field in CacheMap.__struct_fields__),
+    *(f"staging.{field}" for field in StagingArea.__struct_fields__),
+]
+OPTIONAL = {field for field in FIELDS if field.split(".")[-1] in ("staging", "device", "role")}
+
+
+@pytest.mark.parametrize("field", FIELDS)
 @pytest.mark.parametrize("fault", ["missing", "of another type"])
 def test_a_card_without_a_field_or_with_nonsense_in_it_is_refused(field, fault) -> None:
-    card = CARD.to_builtins()
-    if (field, fault) == ("cache", "missing"):
-        return  # a rank need not have a map
-    place = card["layout"] if field.startswith("layout.") else card
-    key = field.removeprefix("layout.")
-    if fault == "missing":
-        del place[key]
-    else:
+    card = STAGED.to_builtins()
+    *inside, key = field.split(".")
+    place = card[inside[0]] if inside else card
+    if fault == "of another type":
         place[key] = {"a": 1.5}
+    else:
+        del place[key]
+        if field in OPTIONAL:
+            RankCard.from_builtins(card)
+            return
     with pytest.raises(RemoteProtocolError, match="not a rank card"):
         RankCard.from_builtins(card)
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("area", "why"),
     [
-        {"block_size": 0},
-        {"num_blocks": 0},
-        {"num_blocks": -5},
-        {"regions": (Region("l", -1, 8, 8, 0),)},
-        {"regions": (Region("l", 0, 8, 0, 0),)},
-        {"regions": (Region("l", 0, 7, 8, 0),)},
-        {"regions": (Region("l", 0, 8, 8, -1),)},
-        {"regions": (Region("l", 2**64 - 8, 8, 8, 0),)},
+        (StagingArea(-1, 8, ()), "a staging area at -1 of 8 bytes"),
+        (StagingArea(8, 0, ()), "a staging area at 8 of 0 bytes"),
+        (StagingArea((1 << 63) - 8, 9, ()), "a staging area at"),
+        (StagingArea(8, 8, (("a" * 257, "b"),)), "a long name"),
+        (StagingArea(8, 8, (("a", "b" * 257),)), "a long name"),
+        (StagingArea(8, 8, (STRIDED,) * 1025), "1025 offers"),
     ],
 )
-def test_a_cache_that_cannot_be_is_refused_before_anything_is_computed_from_it(change) -> None:
-    card = msgspec.structs.replace(CARD, layout=msgspec.structs.replace(LAYOUT, **change))
-    with pytest.raises(RemoteProtocolError, match=r"not a rank card: .*(block|region)"):
+def test_a_staging_area_that_cannot_be_is_refused_before_anything_is_computed_from_it(area, why) -> None:
+    card = msgspec.structs.replace(CARD, staging=area)
+    with pytest.raises(RemoteProtocolError, match=f"not a rank card: .*{why}"):
         RankCard.from_builtins(card.to_builtins())
 
 
-# --- the map ----------------------------------------------------------------------------------------------------------
+# --- ways from one to the other ---------------------------------------------------------------------------------------
 
 
 def mapped(base: int, engine: str, *, tp: tuple[int, int] = (0, 1), order: str = "head", total: int = 4) -> RankCard:
@@ -177,7 +225,6 @@ def test_a_card_with_a_map_survives_a_message_and_a_map_that_cannot_be_does_not(
 def test_maps_that_connect_are_no_reason_to_refuse_and_others_are() -> None:
     mine, theirs = mapped(1 << 40, "prefill-1"), mapped(1 << 42, "decode-1")
     assert refusals(mine, theirs) == []
-    assert refusals(CARD, theirs) == [] == refusals(mine, changed())
     (text,) = refusals(mine, mapped(1 << 42, "decode-1", order="token"))
     assert text.splitlines() == [
         "blocks would move in runs of 256 bytes on average",
@@ -198,3 +245,14 @@ def test_of_ranks_with_replicas_one_is_connected_and_another_takes_no_part() -> 
     assert {n for other in others for n in (2, 3) if connected(sources[n], other)} == {2, 3}, (
         "engines load both replicas"
     )
+
+
+def test_what_has_no_common_run_goes_by_way_of_the_sinks_staging_area() -> None:
+    mine, theirs = mapped(A, "prefill-1"), mapped(B, "decode-1", order="token")
+    assert refusals(mine, theirs) != []
+    area = StagingArea(1 << 44, 1 << 20, (STRIDED,))
+    staging = msgspec.structs.replace(theirs, staging=area)
+    assert refusals(mine, staging) == [] == refusals(staging, mine), "one of the two directions will do"
+    route = connected(mine, staging)
+    assert route is not None
+    assert route.geometry is not None

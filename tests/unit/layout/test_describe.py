@@ -6,12 +6,8 @@ import numpy as np
 import pytest
 
 from kvxfer.errors import LayoutMismatchError
-from kvxfer.layout.blocks import CacheLayout, Region, plan_blocks
-from kvxfer.layout.check import check
-from kvxfer.layout.describe import Content, Heads, Tensor, of_blocks, opaque, sections, strided
+from kvxfer.layout.describe import Content, Heads, Tensor, opaque, sections, strided
 from kvxfer.layout.maps import CacheMap, Group
-from kvxfer.layout.plan import prepare
-from kvxfer.layout.positions import Table
 from kvxfer.layout.ranks import Shard
 from tests.unit.layout.caches import Rank
 
@@ -126,21 +122,3 @@ def test_an_opaque_cell_is_one_run_of_bytes() -> None:
     described, _ = tensors((5, 3, 6, 8), (0, 2, 1, 3))
     with pytest.raises(LayoutMismatchError, match="layer 0: a cell of 384 bytes is spread over 1024"):
         opaque(described, "BHNC", name="kv", dtype="x", interior="tiles", item=8, heads=HEADS)
-
-
-def test_a_list_of_regions_becomes_a_map_that_plans_the_same() -> None:
-    def layout(base: int, stride: int) -> CacheLayout:
-        regions = tuple(Region(f"r{i}", base + i * 4096, stride, size, 3) for i, size in enumerate((64, 32)))
-        return CacheLayout(4, 8, "float32", 2, 1, 8, "test", "DRAM", regions, ((base, 8192, 3),))
-
-    ours, theirs = layout(1 << 40, 64), layout(1 << 42, 80)
-    for one in (ours, theirs):
-        check(of_blocks(one))
-    source, sink = np.array([1, 2, 5], dtype=np.int32), np.array([3, 4, 5], dtype=np.int32)
-    for a, b in ((ours, ours), (ours, theirs)):
-        old = plan_blocks(a, source, b, sink)
-        plan = prepare(of_blocks(a), of_blocks(b)).plan([Table(source)], [Table(sink)], 0, 12)
-        for mine, reference in zip((plan.source, plan.sink), old, strict=True):
-            assert sorted(map(tuple, mine.tolist())) == sorted(map(tuple, reference.tolist()))
-    nothing = of_blocks(CacheLayout(4, 8, "x", 0, 1, 8, "test", "DRAM", (), ()))
-    assert (nothing.groups[0].planes, nothing.device) == ((), 0)

@@ -810,7 +810,7 @@ def test_a_reader_that_is_out_of_hearing_keeps_what_its_lease_promises() -> None
 def test_a_sink_with_another_prompt_is_refused_whichever_comes_first() -> None:
     for sink_first in (True, False):
         rig = Rig()
-        steps = [lambda r=rig: r.register(prompt=b"theirs"), lambda r=rig: r.do("start", H, "r1", 8, prompt=b"ours")]
+        steps = [lambda r=rig: r.register(prompt=b"theirs"), lambda r=rig: r.do("start", H, "r1", 8, prompt=(b"ours",))]
         for step in steps if sink_first else reversed(steps):
             step()
         rig.complete()
@@ -819,7 +819,30 @@ def test_a_sink_with_another_prompt_is_refused_whichever_comes_first() -> None:
         assert "the two legs' prompts differ" in failed.reason
 
 
-@pytest.mark.parametrize(("mine", "theirs"), [(b"", b"x"), (b"x", b""), (b"x", b"x")])
+@pytest.mark.parametrize(
+    ("end", "prompt", "may"),
+    [
+        (8, b"8", True),
+        (7, b"7", True),
+        (6, b"6", True),
+        (5, b"5", False),
+        (8, b"7", False),
+        (7, b"8", False),
+        (6, b"8", False),
+    ],
+)
+def test_a_prompt_may_be_longer_than_what_the_sink_wants_of_it(end, prompt, may) -> None:
+    """By as many tokens as the source has digests for; and what the sink wants must be what the prompt begins with."""
+    rig = Rig()
+    rig.do("start", H, "r1", 8, prompt=(b"8", b"7", b"6"))
+    rig.register(end=end, prompt=prompt)
+    rig.complete()
+    writes = [a for a in rig.all if isinstance(a, PostWrite)]
+    assert [(write.start, write.end) for write in writes] == ([(0, end)] if may else [])
+    assert [("prompts differ" in one.reason) for one in sent(rig.all, Failed)] == ([] if may else [True])
+
+
+@pytest.mark.parametrize(("mine", "theirs"), [((), b"x"), ((b"x",), b""), ((b"x",), b"x")])
 def test_a_prompt_that_is_not_known_is_not_compared(mine, theirs) -> None:
     rig = Rig()
     rig.do("start", H, "r1", 8, prompt=mine)

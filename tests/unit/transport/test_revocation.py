@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 from kvxfer.errors import TransportError
+from kvxfer.layout.card import RankCard
 from kvxfer.protocol.actions import SinkFinished
 from kvxfer.protocol.ids import HandoffId
 from kvxfer.transport.keeper import AgentKeeper
 from kvxfer.transport.twin import Faults, TwinAgent, TwinFabric
+from tests.support.cards import CACHE
 from tests.support.ranks import Rank, wait_until
 
 if TYPE_CHECKING:
@@ -175,10 +177,7 @@ def test_an_agent_that_cannot_register_is_not_kept() -> None:
             made.append(self)
             raise TransportError("locked memory")
 
-    class Layout:
-        spans, memory = (), "DRAM"
-
-    keeper = AgentKeeper(lambda: Refusing("a", fabric), Layout())
+    keeper = AgentKeeper(lambda: Refusing("a", fabric), RankCard("p", "m", 0, 1, 0, 1, "twin", CACHE, b""))
     with pytest.raises(TransportError, match="locked memory"):
         keeper.open()
     assert made[0].closed
