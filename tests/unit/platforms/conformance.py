@@ -215,14 +215,15 @@ class PlatformConformance:
         start, end, tables = 1, 3 * block - 1, [Table(np.array([last, 1], dtype=np.int32))] * len(sink.groups)
         before = self.memory_of(sink)
         expected = before.copy()
-        for slots, group in zip(repacking.staging.groups, sink.groups, strict=True):
-            for staged, plane in itertools.product(slots.planes, group.planes):
+        for area, group in zip(repacking.staging.groups, sink.groups, strict=True):
+            for staged, plane in itertools.product(area.planes, group.planes):
                 for layer in set(staged.layers) & set(plane.layers) if staged.name == plane.name else ():
                     for token, head in itertools.product(range(start, end), plane.heads):
                         at = cell(plane, layer, (last, 1)[token // group.block_size], head, token % group.block_size)
-                        here = cell(staged, layer, token // slots.block_size, head, token % slots.block_size)
+                        here = cell(staged, layer, token // area.block_size, head, token % area.block_size)
                         expected[at - min(sink.spans)[0]] = noise[here - staging.address]
-        fences = [platform.repack(call) for call in repacking.plan(tables, tables, start, end).calls]
+        slots = [Table(np.arange(4, dtype=np.int32))] * len(source.groups)
+        fences = [platform.repack(call) for call in repacking.calls(slots, tables, start, end)]
         deadline = time.monotonic() + 30.0
         while not all(fence.done() for fence in fences):
             assert time.monotonic() < deadline

@@ -193,7 +193,7 @@ def test_trn3_by_the_drivers_numbers(read) -> None:
 def test_drivers_numbers_of_some_devices_alone(read) -> None:
     """As neuron-ls prints them in a container. Each of those is where it says, and no number is there twice."""
     machine = read(make.trn3("trn3.48xlarge"))
-    told = {Address.parse("0000:4d:00.0"): 5, Address.parse("0000:eb:00.0"): 2}
+    told = {Address.parse("0000:4d:00.0"): 5, Address.parse("0000:ec:00.0"): 2}
     placements = place(dataclasses.replace(machine, neuron_index=told))
     assert sorted(placement.index for placement in placements) == list(range(16))
     by_address = {placement.node.where: placement for placement in placements}
