@@ -168,7 +168,7 @@ def test_settings_that_are_in_order(host, setting) -> None:
     ],
 )
 def test_nixl_on_neuron(host, version, state, said) -> None:
-    wrong(host(make.trn2(), {"vllm": "0.29.0", "nixl-cu12": version}), "nixl", state, said, "kvxfer[neuron]")
+    wrong(host(make.trn2(), {"vllm": "0.29.0", "nixl-cu12": version}), "nixl", state, said, "kvxfer[vllm-neuron]")
 
 
 @pytest.mark.parametrize(("version", "state"), [("1.0.1", "warning"), ("1.3.0", "ok"), ("1.10.0", "ok")])
