@@ -290,15 +290,18 @@ def test_params_do_not_travel_to_the_workers(engines, known) -> None:
 
 
 @pytest.mark.parametrize("mode", ["push", "pull"])
-@pytest.mark.parametrize("change", ["a token", "one token more", "one token less"])
+@pytest.mark.parametrize("change", ["a token", "two tokens more", "two tokens less", "another token and one more"])
 def test_legs_with_different_prompts_exchange_nothing(engines, mode, change) -> None:
     """Else decode would answer from another prompt's KV, and keep it in its prefix cache for everybody."""
     fabric = TwinFabric()
     p, d = engines("p", fabric, mode=mode), engines("d", fabric, mode=mode, policy="recompute")
     tokens = prompt(100, 9)
-    other = {"a token": [*tokens[:50], 7, *tokens[51:]], "one token more": [*tokens, 7], "one token less": tokens[:-1]}[
-        change
-    ]
+    other = {
+        "a token": [*tokens[:50], 7, *tokens[51:]],
+        "two tokens more": [*tokens, 7, 8],
+        "two tokens less": tokens[:-2],
+        "another token and one more": [*tokens[:50], 7, *tokens[51:], 7],
+    }[change]
     p.add("p", tokens, prefill_leg("t"))
     d.add("d", other, decode_leg(p, "t"), max_tokens=3)
     run(p, d)
@@ -307,6 +310,23 @@ def test_legs_with_different_prompts_exchange_nothing(engines, mode, change) -> 
     d.add("again", other, None, max_tokens=3)
     run(d)
     assert d.outputs["again"] == expected(other, 3)
+    check(p, d)
+
+
+@pytest.mark.parametrize("mode", ["push", "pull"])
+@pytest.mark.parametrize("more", [-1, 1])
+@pytest.mark.parametrize("length", [2, 3, 32, 33, 34, 100])
+def test_a_prompt_that_is_a_token_longer_on_one_side_is_moved(engines, mode, more, length) -> None:
+    fabric = TwinFabric()
+    p, d = engines("p", fabric, mode=mode), engines("d", fabric, mode=mode, policy="fail")
+    longer = prompt(length, 10)
+    ours, theirs = (longer, longer[:-1]) if more < 0 else (longer[:-1], longer)
+    p.add("p", ours, prefill_leg("t"))
+    d.add("d", theirs, decode_leg(p, "t"), max_tokens=3)
+    run(p, d)
+    assert d.outputs["d"] == expected(theirs, 3)
+    if len(theirs) > 1:
+        assert d.worker._worker._threads.mover.records.last(1)[0].tokens == len(theirs) - 1
     check(p, d)
 
 

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 
 def test_engines_of_different_geometry(bench_model, tmp_path) -> None:
-    """Block size and dtype differ: the handoff is refused with both sides' values and the cure; both engines serve on."""
+    """Block size and dtype differ: the handoff is refused with both sides' layouts and the cure; both engines serve on."""
     prefill, decode = engines.pair_specs("push", bench_model, python=PYTHON, max_model_len=4096)
     decode = dataclasses.replace(decode, block_size=128, dtype="bfloat16")
     first, second, router = engines.make_pair("push", prefill, decode, tmp_path)
@@ -33,8 +33,11 @@ def test_engines_of_different_geometry(bench_model, tmp_path) -> None:
                 await client.complete(tokens, 4, stream=False)
         reason = fetch_records(second.control_host, second.control_port).records[-1].reason
         for text in (
-            "block size differs: push-prefill has 32, push-decode has 128; set the same --block-size on both",
-            "cache dtype differs: push-prefill has float32, push-decode has bfloat16; set the same --dtype",
+            "element type differs: the source has float32, the sink bfloat16",
+            "push-prefill rank 0 lays k, v of layers 0-7, heads 0-3 as",
+            "[token 32] float32;",
+            "[token 128] bfloat16;",
+            "with the same model, --dtype and --kv-cache-dtype",
         ):
             assert text in reason
         for engine in (first, second):

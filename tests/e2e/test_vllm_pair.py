@@ -32,12 +32,14 @@ def test_completions_of_many_lengths(pair: Pair, stream: bool) -> None:
                 tokens = prompt(length, 100 + length + stream)
                 answer = await client.complete(tokens, 12, stream=stream)
                 assert answer.token_ids == await pair.reference(tokens, 12), length
+                if length == 1:
+                    continue  # decode computes the last token itself, and that is all there is
                 source = pair.records(pair.prefill)[-1]
                 sink = pair.records(pair.decode)[-1]
                 assert source.handoff == sink.handoff
                 assert (source.outcome, sink.outcome) == ("done", "done")
                 assert source.backend == sink.backend == "LIBFABRIC"
-                assert source.bytes + sink.bytes == -(-length // 32) * 262_144
+                assert source.bytes + sink.bytes == -(-(length - 1) // 32) * 262_144
         await pair.all_free()
 
     asyncio.run(go())
@@ -103,7 +105,7 @@ def test_prefix_hits_on_decode(pair: Pair) -> None:
             longer = base + prompt(200, 8)
             assert (await client.complete(longer, 12)).token_ids == await pair.reference(longer, 12)
             sink = pair.records(pair.decode)[-1]
-            assert (sink.tokens, sink.blocks) == (200, 7), "a partial hit must move what is missing and no more"
+            assert (sink.tokens, sink.blocks) == (199, 7), "a partial hit must move what is missing and no more"
             before = moved(pair)
             assert (await client.complete(longer, 12)).token_ids == await pair.reference(longer, 12)
             assert moved(pair) == before, "a full hit must move nothing"

@@ -8,8 +8,8 @@ on an accelerator. The fabric is the in-memory twin.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -271,17 +271,10 @@ class _Patched:
         worker.platform_for = lambda _device: self.platform
         original = compat.geometry
 
-        def geometry(vllm_config: Any, kv_cache_config: Any, layers: list[str]) -> Any:
-            return SimpleNamespace(
-                **{
-                    **{
-                        f: getattr(original(vllm_config, kv_cache_config, layers), f)
-                        for f in ("block_size", "num_blocks", "cache_dtype", "attention_backends")
-                    },
-                    "kv_heads": HEADS,
-                    "head_dim": DIM,
-                }
-            )
+        def geometry(vllm_config: Any, kv_cache_config: Any) -> Any:
+            found = original(vllm_config, kv_cache_config)
+            heads = {"heads": tuple(range(HEADS)), "total_heads": HEADS, "head_size": DIM}
+            return dataclasses.replace(found, groups=tuple(dataclasses.replace(one, **heads) for one in found.groups))
 
         compat.geometry = geometry
 
