@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -92,8 +93,8 @@ def libnrt(built_libnrt):
 class Work:
     """What was launched on a device: it runs in order, and a read waits for all of it."""
 
-    def __init__(self) -> None:
-        self._stream = LateStream(0.0)
+    def __init__(self, delay: float = 0.0) -> None:
+        self._stream = LateStream(delay)
 
     def launch(self, work) -> None:
         self._stream.launch(work)
@@ -153,7 +154,7 @@ CHARACTER_FILES = {"/dev/null": 3, "/dev/zero": 5, "/dev/full": 7, "/dev/random"
 """Device files that everybody may link to, with their minor numbers: a container's renumbered /dev/neuronN."""
 
 
-def write_host(root: Path, topology=None, *, devices=None, cpus: str = "0") -> Path:
+def write_host(root: Path, topology=None, *, devices=None, cpus: str = f"0-{(os.cpu_count() or 1) - 1}") -> Path:
     """Write a host. ``devices`` replaces its /dev/neuron*: N → the index on the host, which is the file's minor number."""
     make.write_sysfs(topology or make.trn2("trn2.48xlarge"), root)
     for numa in (0, 1):

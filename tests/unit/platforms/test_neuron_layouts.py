@@ -372,12 +372,14 @@ def of(manager, shape, k_shape=None, **options) -> CacheMap:
     return describe(caches, told, packed=None)
 
 
-def test_nxdis_head_major_blocks_and_vllm_neurons_have_common_runs() -> None:
-    """A head's part of a block is one run in both: 32 tokens × 8 channels × 4 bytes."""
-    chunked = of("chunked", (5, 2, BLOCK, DIM))
+@pytest.mark.parametrize("name", ["contiguous", "tiled", "chunked"])
+def test_nxdis_head_major_caches_and_vllm_neurons_have_common_runs(name) -> None:
+    """A head's part of the smaller block is one run in both: 32 tokens × 8 channels × 4 bytes."""
+    manager, shape, *_ = MANAGERS[name]
+    ours = of(manager, shape)
     theirs = describe(filled((2, BLOCKS, 2, BLOCK, DIM)), geometry(), packed=None)
-    tables = [Table(np.array([4, 2], dtype=np.int32))], [Table(np.array([1, 3], dtype=np.int32))]
-    plan = prepare(chunked, theirs).plan(*tables, 0, 2 * BLOCK)
+    tables = [Table(np.array([2, 1], dtype=np.int32))], [Table(np.array([1, 3], dtype=np.int32))]
+    plan = prepare(ours, theirs).plan(*tables, 0, 2 * BLOCK)
     assert sum(plan.source[:, 1].tolist()) == 2 * LAYERS * 2 * 2 * BLOCK * DIM * 4
     assert min(plan.source[:, 1].tolist()) >= BLOCK * DIM * 4
 
