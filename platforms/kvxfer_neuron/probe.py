@@ -39,6 +39,7 @@ def probe(library: Nrt, devices: Devices, environment: Mapping[str, str]) -> Ite
         yield Answer("version", True, f"{library.path}: {library.version()}")
         total, visible = library.cores()
         yield Answer("cores", visible > 0, f"{visible} of {total} logical cores are visible ({_told(environment)})")
+        yield _index(library)
         if library.initialised():
             yield Answer("order", False, "the runtime says that it is initialised before it was: kvxfer cannot tell")
         library.initialise()
@@ -50,6 +51,14 @@ def probe(library: Nrt, devices: Devices, environment: Mapping[str, str]) -> Ite
         yield from _memory(library, devices)
     finally:
         library.close()
+
+
+def _index(library: Nrt) -> Answer:
+    """Ask before the runtime starts, as a worker does."""
+    try:
+        return Answer("index", True, f"the runtime's device 0 is the host's {library.host_device(0)}")
+    except PlatformError as error:
+        return Answer("index", False, f"{error} (before nrt_init). The numbers of /dev/neuron* are taken instead")
 
 
 def _memory(library: Nrt, devices: Devices) -> Iterator[Answer]:

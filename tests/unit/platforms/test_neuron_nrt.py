@@ -302,13 +302,23 @@ def test_other_failures_of_exporting_are_named(libnrt, started, status) -> None:
 def answers(libnrt, nrt, root, monkeypatch, **environment: str):
     monkeypatch.setenv("NEURON_RT_MAP_HBM", environment.get("NEURON_RT_MAP_HBM", "1"))
     environment = {**READY, "NEURON_RT_VISIBLE_CORES": "0", **environment}
+    libnrt.host_devices(*range(16))
     return list(probe(nrt, Devices(root, environment, lambda: "", lambda: nrt), environment))
 
 
 def test_a_host_that_answers_as_expected(libnrt, nrt, trn2_host, monkeypatch) -> None:
     libnrt.attach(0, EFA)
     found = answers(libnrt, nrt, trn2_host, monkeypatch)
-    assert [one.step for one in found] == ["version", "cores", "runtime", "memory", "address", "efa", "dma-buf"]
+    assert [one.step for one in found] == [
+        "version",
+        "cores",
+        "index",
+        "runtime",
+        "memory",
+        "address",
+        "efa",
+        "dma-buf",
+    ]
     assert [one for one in found if not one.good] == []
     efa = next(one for one in found if one.step == "efa")
     assert efa.text == f"libnrt attaches {EFA} to neuron 0 (0000:cc:00.0); without it {EFA} (aws-map)"
@@ -326,6 +336,7 @@ def test_a_host_that_answers_as_expected(libnrt, nrt, trn2_host, monkeypatch) ->
         (lambda double: double.limits(exports=0), "memory", "each dma-buf takes one EFA device", True),
         (lambda double: double.force("nrt_get_version", 1), "runtime", "NRT_FAILURE", True),
         (lambda double: double.init(), "order", "initialised before it was", False),
+        (lambda double: double.force("nrt_host_device_id_get", 13), "index", "NRT_UNINITIALIZED (13)", False),
     ],
 )
 def test_a_host_that_does_not(libnrt, nrt, trn2_host, monkeypatch, change, step, said, last) -> None:
