@@ -16,6 +16,7 @@ import pytest
 from kvxfer_host.stream import LateStream
 
 HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
 sys.path.insert(0, str(HERE.parent / "rails"))
 import topologies as make  # noqa: E402
 
@@ -33,6 +34,16 @@ def compile_library(folder: Path, source: Path = HERE / "fake_libnrt.c", *flags:
     options = ["-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", f"-Wl,-soname,{name}"]
     subprocess.run([COMPILER, *options, *flags, "-o", folder / name, source], check=True)
     return folder / name
+
+
+def in_a_process(program: str, **environment: str) -> str:
+    """Run a program in which nothing that pretends was loaded before."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "platforms"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True,
+        env={**os.environ, "PYTHONPATH": path, **environment},
+    )  # fmt: skip
+    return done.stdout.strip()
 
 
 class Libnrt:

@@ -19,6 +19,7 @@ from tests.unit.platforms.neuron_doubles import (
     Work,
     built_libnrt,
     compile_library,
+    in_a_process,
     libnrt,
     make,
     needs_compiler,
@@ -212,19 +213,26 @@ def test_memory_without_an_address_is_refused_with_the_reason(rig) -> None:
 
 
 @pytest.mark.parametrize(("version", "warned"), [((2, 4), True), ((2, 5), False)])
-def test_a_libfabric_that_was_there_first_is_warned_of(rig, tmp_path, caplog, monkeypatch, version, warned) -> None:
+def test_a_libfabric_that_was_there_first_is_warned_of(rig, caplog, monkeypatch, version, warned) -> None:
     """Up to 2.4 libfabric offers no Neuron memory when it started before the runtime, and NIXL registers HBM as host memory."""
     monkeypatch.setattr("kvxfer_neuron.platform._early", [])
-    source = tmp_path / "libfabric.c"
-    source.write_text(f"unsigned fi_version(void) {{ return {version[0] << 16 | version[1]}; }}\n")
-    library = compile_library(tmp_path / f"{version[1]}", source)
-    maps = rig.root / "proc/self/maps"
-    maps.parent.mkdir(parents=True)
-    maps.write_text(f"7f00-7f01 r-xp 00000000 00:1f 5       {library}\n")
+    monkeypatch.setattr("kvxfer_neuron.order.libfabric_of_process", lambda _proc: version)
     rig.platform().environment()  # the plugin, in a process where libnrt is not loaded yet
-    maps.write_text(maps.read_text() + f"7f02-7f03 r-xp 00000000 00:1f 6       {rig.double.path}\n")
     rig.described()
     assert ("libfabric 2.4 was loaded before the Neuron runtime" in caplog.text) is warned
+
+
+@pytest.mark.parametrize("body", ["unsigned fi_version(void) { return 2 << 16 | 4; }", "int nothing;"])
+def test_the_libfabric_of_a_process_is_asked_for_its_version(tmp_path, body) -> None:
+    """In a process of its own: a libfabric that pretends would be found by all tests to come."""
+    source = tmp_path / "libfabric.c"
+    source.write_text(f"{body}\n")
+    library = compile_library(tmp_path, source)
+    program = (
+        "import ctypes; from pathlib import Path; from kvxfer_neuron.order import libfabric_of_process as ask; "
+        f"print(ask(Path('/proc')), ask(Path('/none'))); ctypes.CDLL({str(library)!r}); print(ask(Path('/proc')))"
+    )
+    assert in_a_process(program).splitlines() == ["None None", "(2, 4)" if "fi_version" in body else "None"]
 
 
 def test_a_libfabric_that_came_after_the_runtime_is_in_order(rig, monkeypatch) -> None:

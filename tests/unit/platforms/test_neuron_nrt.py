@@ -20,6 +20,7 @@ from tests.unit.platforms.neuron_doubles import (
     READY,
     built_libnrt,
     compile_library,
+    in_a_process,
     libnrt,
     needs_compiler,
     trn2_files,
@@ -72,16 +73,6 @@ def test_a_code_that_is_not_known_is_told_by_its_number(libnrt, nrt) -> None:
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------
-
-
-def in_a_process(program: str, **environment: str) -> str:
-    """Run a program where no libnrt was loaded before."""
-    path = os.pathsep.join([str(ROOT), str(ROOT / "platforms"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True,
-        env={**os.environ, "PYTHONPATH": path, **environment},
-    )  # fmt: skip
-    return done.stdout.strip()
 
 
 LOADS = "import os; from kvxfer_neuron.nrt import load; print(load(os.environ).path)"
