@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvxfer.addresses import AddressError, bare, check_host, is_wildcard
+from kvxfer.addresses import AddressError, bare, check_host, is_wildcard, parse
 from kvxfer.errors import ConfigError
 from kvxfer.protocol.peers import Timing
 
@@ -53,6 +53,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """NIXL backend: LIBFABRIC or UCX."""
     backend_options: dict[str, str] = {}
     """Parameters of the backend's own, passed on as they are."""
+    rails: str | list[str] = "local"
+    """EFA devices that a worker process may open: ``local``, ``all``, or a list of names or PCI addresses."""
+    rails_policy: str = "warn"
+    """What a worker does when its memory is on other rails than it should be: ``warn`` or ``enforce``."""
     control_host: str = "127.0.0.1"
     """Address that the control channel binds; peers on other hosts need one that they can reach."""
     control_port: int = 5600
@@ -65,6 +69,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Name that both engines must share instead of the model's path."""
     stream: bool = True
     """Push chunks while prefill still computes; false waits for the whole prompt."""
+    block_major: bool = True
+    """Ask vLLM for a cache in which all layers of a block are one run of memory."""
+    peers: list[str] = []
+    """Control addresses, host:port, of engines to be connected before the first request."""
     leg_timeout: float = 30.0
     """How long either side waits for the other leg of a handoff that has not shown itself at all."""
     hold_limit: float = 120.0
@@ -100,6 +108,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def told_host(self) -> str:
         """The host that others are told: advertise_host, else control_host."""
         return bare(self.advertise_host or self.control_host)
+
+    @property
+    def peer_addresses(self) -> list[tuple[str, int]]:
+        """The control addresses of ``peers``, as (host, port)."""
+        return [parse(text) for text in self.peers]
 
     @property
     def timing(self) -> Timing:
@@ -161,6 +174,14 @@ def _ranges(settings: Settings) -> list[str]:
     found = settings.timing.problems()
     if settings.backend not in ("LIBFABRIC", "UCX"):
         found.append(f"backend={settings.backend!r} must be LIBFABRIC or UCX")
+    if isinstance(settings.rails, str) and settings.rails not in ("local", "all"):
+        found.append(
+            f'rails={settings.rails!r} must be "local", "all", or a list of names or PCI addresses of EFA devices'
+        )
+    elif not settings.rails:
+        found.append("rails=[] names no EFA device")
+    if settings.rails_policy not in ("warn", "enforce"):
+        found.append(f"rails_policy={settings.rails_policy!r} must be warn or enforce")
     if not 0 < settings.control_port < 65536:  # noqa: PLR2004
         found.append(f"control_port={settings.control_port} must be from 1 to 65535")
     for name in ("control_host", "advertise_host"):
@@ -168,6 +189,12 @@ def _ranges(settings: Settings) -> list[str]:
             check_host(getattr(settings, name))
         except AddressError as error:
             found.append(f"{name}: {error}")
+    for text in settings.peers:
+        try:
+            if is_wildcard(parse(text)[0]):
+                found.append(f"peers: {text!r} names no host")
+        except AddressError as error:
+            found.append(f"peers: {error}")
     if not settings.control_host:
         found.append("control_host is empty: name an address of this host, or 0.0.0.0 or :: for all of them")
     if settings.advertise_host and is_wildcard(settings.advertise_host):

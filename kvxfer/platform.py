@@ -104,6 +104,9 @@ class Platform(ABC):
     offers: ClassVar[tuple[tuple[str, str], ...]] = ()
     """Pairs of block interiors between which this platform moves tokens in its own memory (``kvxfer.layout.repack``)."""
 
+    stages_unasked: ClassVar[bool] = False
+    """Whether a staging area costs nothing before it is used. Elsewhere there is one only where ``staging_bytes`` asks for it."""
+
     def staging(self, size: int, device: int) -> Staging:
         """Allocate memory in which received blocks wait to be re-packed. Only asked of platforms that offer it."""
         raise PlatformError(

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
 
 _LINE_LIMIT = 1 << 22  # one event may carry a long prompt's token ids
+_KEPT_ALIVE = (
+    2.0  # seconds; vLLM's server closes what was idle for 5 s, and may do so in the moment of the next request
+)
 _OK = 200
 
 
@@ -39,7 +42,10 @@ class RequestError(KvxferError):
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One answer. ``ttft`` and ``tpot`` in seconds, None where they cannot be told."""
+    """One answer. ``ttft`` and ``tpot`` in seconds, None where they cannot be told.
+
+    ``gaps`` are the seconds between one token's arrival and the next one's; tokens that arrived together have none between them.
+    """
 
     token_ids: tuple[int, ...]
     text: str
@@ -48,6 +54,7 @@ class Completion:
     tpot: float | None = None
     finish_reason: str | None = None
     kv_transfer_params: Mapping[str, Any] | None = None
+    gaps: tuple[float, ...] = ()
 
 
 @dataclass(slots=True)
@@ -59,6 +66,7 @@ class _Arrivals:
     text: str = ""
     first: float | None = None
     last: float | None = None
+    gaps: list[float] = field(default_factory=list)
     finish_reason: str | None = None
 
     def add(self, choice: Mapping[str, Any], now: float) -> None:
@@ -68,6 +76,8 @@ class _Arrivals:
         self.finish_reason = choice.get("finish_reason") or self.finish_reason
         if token_ids := choice.get("token_ids"):
             self.token_ids += token_ids
+            self.gaps += [] if self.last is None else [now - self.last]
+            self.gaps += [0.0] * (len(token_ids) - 1)
             self.first = now if self.first is None else self.first
             self.last = now
 
@@ -82,6 +92,7 @@ class _Arrivals:
             ttft=None if self.first is None else self.first - self.started,
             tpot=tpot,
             finish_reason=self.finish_reason,
+            gaps=tuple(self.gaps),
         )
 
 
@@ -97,7 +108,9 @@ class Client:
 
     async def __aenter__(self) -> Client:
         self._session = aiohttp.ClientSession(
-            timeout=self._timeout, connector=aiohttp.TCPConnector(limit=0), read_bufsize=_LINE_LIMIT
+            timeout=self._timeout,
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEPT_ALIVE),
+            read_bufsize=_LINE_LIMIT,
         )
         return self
 

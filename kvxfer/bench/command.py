@@ -8,7 +8,7 @@ import sys
 import tempfile
 from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -74,6 +74,73 @@ def idle(
         result = run(connectors.split(","), logs or _new_logs(), python, seconds=seconds, windows=windows, say=say)
         if json is not None:
             write_json(json, result)
+
+
+@bench.command()
+def engine(
+    *,
+    json: _Json = None,
+    connectors: Annotated[str, typer.Option(help="kvxfer's connectors, comma-separated.")] = "push,pull",
+    against: Annotated[str, typer.Option(help="Upstream's, likewise; empty for none.")] = "upstream-push,upstream-pull",
+    repeats: Annotated[int, typer.Option(help="Handoffs of one length, all passes together.", min=2)] = 50,
+    prompt: Annotated[int, typer.Option(help="That length in tokens.", min=1)] = 4096,
+    lengths: Annotated[str, typer.Option(help="Shorter and longer prompts to compare.")] = "1024,8192",
+    length_repeats: Annotated[int, typer.Option(help="Handoffs of each of those.", min=2)] = 20,
+    rounds: Annotated[int, typer.Option(help="Windows of each kind.", min=1)] = 4,
+    passes: Annotated[int, typer.Option(help="Turns in which each connector has its share of all that.", min=1)] = 2,
+    layers: Annotated[int, typer.Option(help="Layers of the model.", min=1)] = 4,
+    logs: _Logs = None,
+    python: _Python = sys.executable,
+) -> None:
+    """Measure what the connector's calls cost the threads of two live engines, kvxfer's and upstream's side by side."""
+    from rich.console import Console
+
+    from kvxfer.bench.cost import Settings, run
+    from kvxfer.bench.cost_table import show
+    from kvxfer.bench.demo import write_json
+
+    names = [name for name in f"{connectors},{against}".split(",") if name]
+    with _failing_clearly():
+        settings = Settings(
+            repeats=repeats, prompt=prompt, lengths=tuple(int(length) for length in lengths.split(",")),
+            length_repeats=length_repeats, rounds=rounds, passes=passes, layers=layers,
+        )  # fmt: skip
+
+        def keep(result: dict[str, Any]) -> None:
+            if json is not None:
+                write_json(json, result)
+
+        result = run(names, logs or _new_logs(), python, settings, say=typer.echo, keep=keep)
+    show(Console(), result)
+
+
+@bench.command()
+def stream(
+    *,
+    json: _Json = None,
+    against: Annotated[str, typer.Option(help="Upstream's push; empty for none.")] = "upstream-push",
+    repeats: Annotated[int, typer.Option(help="Handoffs.", min=2)] = 20,
+    prompt: Annotated[int, typer.Option(help="Their length in tokens.", min=1)] = 6000,
+    budget: Annotated[int, typer.Option(help="--max-num-batched-tokens of the engines.", min=1)] = 512,
+    logs: _Logs = None,
+    python: _Python = sys.executable,
+) -> None:
+    """Measure what push moves before a prompt is computed, and how soon the rest; fails where a bound does not hold."""
+    from rich.console import Console
+
+    from kvxfer.bench.demo import write_json
+    from kvxfer.bench.stream import Settings, run
+    from kvxfer.bench.stream_report import show
+
+    names = ["push", *([against] if against else [])]
+    with _failing_clearly():
+        settings = Settings(repeats=repeats, prompt=prompt, budget=budget)
+        result = run(names, logs or _new_logs(), python, settings, say=typer.echo)
+        if json is not None:
+            write_json(json, result)
+    show(Console(), result)
+    if not all(bound["holds"] for bound in result["bounds"]):
+        raise typer.Exit(1)
 
 
 @bench.command()

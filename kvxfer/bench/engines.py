@@ -36,6 +36,7 @@ Mode = Literal["push", "pull"]
 MODEL_NAME: Final = "kvxfer-bench"
 CONNECTORS: Final[Mapping[Mode, str]] = {"push": "KvxferPushConnector", "pull": "KvxferPullConnector"}
 UPSTREAM: Final[Mapping[Mode, str]] = {"push": "NixlPushConnector", "pull": "NixlPullConnector"}
+UPSTREAM_PREFIX: Final = "upstream-"
 _HOST: Final = "127.0.0.1"
 _KV_ROLES: Final = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
@@ -158,6 +159,15 @@ def pair_specs(mode: Mode, model: Path, **settings: Any) -> tuple[EngineSpec, En
         name=f"{mode}-prefill", model=model, role="prefill", connector=CONNECTORS[mode], cpus=halves[0], **settings
     )
     return base, dataclasses.replace(base, name=f"{mode}-decode", role="decode", cpus=halves[1])
+
+
+def named_connector(name: str) -> tuple[Mode, str]:
+    """Return mode and class of a connector as the benches name it: ``push``, ``pull``, ``upstream-push``, ``upstream-pull``."""
+    found: dict[str, tuple[Mode, str]] = {mode: (mode, connector) for mode, connector in CONNECTORS.items()}
+    found |= {UPSTREAM_PREFIX + mode: (mode, connector) for mode, connector in UPSTREAM.items()}
+    if name not in found:
+        raise ConfigError(f"connector {name!r} is none of {', '.join(found)}")
+    return found[name]
 
 
 def split_cpus(cpus: Sequence[int]) -> tuple[str, str]:

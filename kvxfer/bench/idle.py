@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from kvxfer.bench.client import Client
-from kvxfer.bench.engines import CONNECTORS, UPSTREAM, EngineSpec, Mode, make_engine
+from kvxfer.bench.engines import CONNECTORS, UPSTREAM, UPSTREAM_PREFIX, EngineSpec, make_engine, named_connector
 from kvxfer.bench.machine import machine, versions
 from kvxfer.bench.model import build, prompt_tokens
 from kvxfer.bench.process import cpu_seconds, running
@@ -27,9 +27,7 @@ if TYPE_CHECKING:
     from kvxfer.bench.engines import Engine
 
 NONE: Final = "none"
-_UPSTREAM_PREFIX: Final = "upstream-"
-CHOICES: Final = (NONE, *CONNECTORS, *(_UPSTREAM_PREFIX + mode for mode in UPSTREAM))
-_MODES: Final[dict[str, Mode]] = {"push": "push", "pull": "pull"}
+CHOICES: Final = (NONE, *CONNECTORS, *(UPSTREAM_PREFIX + mode for mode in UPSTREAM))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +50,14 @@ def spec_for(connector: str, model: Path, python: str) -> EngineSpec:
     name = f"idle-{connector}"
     if connector == NONE:
         return EngineSpec(name=name, model=model, python=python)
-    mode = _MODES.get(connector.removeprefix(_UPSTREAM_PREFIX))
-    if mode is None:
+    if connector not in CHOICES:
         raise ConfigError(f"connector {connector!r} is none of {', '.join(CHOICES)}")
-    upstream = connector.startswith(_UPSTREAM_PREFIX)
+    upstream = connector.startswith(UPSTREAM_PREFIX)
     return EngineSpec(
         name=name,
         model=model,
         role="decode",
-        connector=UPSTREAM[mode] if upstream else CONNECTORS[mode],
+        connector=named_connector(connector)[1],
         connector_module="kvxfer.bench.upstream" if upstream else "kvxfer.connector",
         python=python,
     )

@@ -81,6 +81,7 @@ class LoneRank:
         connect_timeout: float = 5.0,
         mover_timeout: float = 30.0,
         host: str = "127.0.0.1",
+        port: int = 0,
         secret: Secret | None = None,
         staging_bytes: int = 0,
         cache: CacheMap | None = None,
@@ -103,6 +104,7 @@ class LoneRank:
             MoverSettings(**{"mode": mode, **settings}),
             timing or Timing(),
             host=host,
+            port=port,
             connect_timeout=connect_timeout,
             mover_timeout=mover_timeout,
             secret=secret,
@@ -141,7 +143,7 @@ class LoneRank:
         done = 0
         for i in range(chunks):
             final = tokens * (i + 1) // chunks
-            new = tuple(blocks[-(-done // self.block_size) : -(-final // self.block_size)])
+            new = cmd.packed(blocks[-(-done // self.block_size) : -(-final // self.block_size)])
             self.begin(progress=[cmd.SourceProgress(request, new, final)])
             self.end()
             done = final

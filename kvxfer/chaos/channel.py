@@ -52,8 +52,13 @@ class Channel:
         """Connect an engine, soon."""
         self.call(lambda now: self.switchboard.call(address, now))
 
-    def call(self, act: Callable[[float], None]) -> None:
-        """Run ``act`` soon, in order."""
+    def keep(self, address: cmd.EngineAddress) -> None:
+        """Stay connected with an engine, soon."""
+        self.call(lambda now: self.switchboard.keep(address, now, lasting=True))
+
+    def call(self, act: Callable[[float], None], *, wake: bool = True) -> None:
+        """Run ``act`` soon, in order; something may always wake a control thread at once."""
+        del wake
         self._todo.append(act)
         if len(self._todo) == 1:
             self.process.soon(0.0005, self._run_todo)

@@ -5,13 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from kvxfer.chaos.process import Process
-    from kvxfer.chaos.simulation import Simulation
+    from kvxfer.chaos.simulation import Simulation, Slot
 
 
 def check(sim: Simulation) -> None:
     """Find what is left although everything has ended."""
     alive = {s.process.me.incarnation for s in sim.living()}
+    missing = {s.host for s in sim.prefill_slots} - {s.host for s in sim.living()}
     for slot in sim.living():
         process, engine = slot.process, slot.engine
         for one in engine.requests.values():
@@ -22,12 +25,22 @@ def check(sim: Simulation) -> None:
             what = f"{slot.host}: {len(engine.pool.free)} of {slot.num_blocks} blocks are free"
             sim.violate("leaked_blocks", "", what)
         if not engine.requests:
-            for what in _leftovers(process, alive):
+            for what in [*_leftovers(process, alive, missing), *_unknown(sim, slot)]:
                 sim.violate("leftovers", "", f"{slot.host}: {what}")
 
 
-def _leftovers(process: Process, alive: set[str]) -> list[str]:
-    """Name what a process still remembers although everything has ended."""
+def _unknown(sim: Simulation, slot: Slot) -> Iterator[str]:
+    """Name the engines to which a decode engine was introduced, and with which it is not connected although they live."""
+    if not sim.introduced or slot.prefills:
+        return
+    for other in sim.living(prefills=True):
+        for channel in (slot.process.worker, slot.process.scheduler):
+            if not channel.switchboard.is_open(other.process.me):
+                yield f"{channel.name} is not connected with {other.process.me.agent}, to which it was introduced"
+
+
+def _leftovers(process: Process, alive: set[str], missing: set[str]) -> list[str]:
+    """Name what a process still remembers although everything has ended. It may call the ``missing``, if introduced to them."""
     mover, found = process.mover, []
     for owner, names in (
         (mover.source, ("_handoffs", "_by_request", "_transfers", "_granted")),
@@ -42,14 +55,18 @@ def _leftovers(process: Process, alive: set[str]) -> list[str]:
             kept = getattr(owner, name)
             if kept:
                 found.append(f"{type(owner).__name__}.{name} keeps {list(kept) if hasattr(kept, '__iter__') else kept}")
+    dead = [rank.agent for rank in mover._approaches._wanted if rank.incarnation not in alive]  # noqa: SLF001
+    if dead:
+        found.append(f"Approaches wants to connect {dead}, who are dead")
     for name in ("_cards", "_answered"):  # what is loaded of a peer may outlive it for a while
         dead = [rank.agent for rank in getattr(mover.transfers.reach, name) if rank.incarnation not in alive]
         if dead:
             found.append(f"Reach.{name} keeps {dead}, who are dead")
     for channel in (process.worker, process.scheduler):
         board = channel.switchboard
-        if board.calling:
-            found.append(f"{channel.name} still calls")
+        calls = [address for address in board.calls if address.host not in missing]
+        if calls:
+            found.append(f"{channel.name} still calls {calls}")
         dead = [session.rank.agent for session in board.sessions if session.rank.incarnation not in alive]
         if dead:
             found.append(f"{channel.name} keeps sessions with {dead}, who are dead")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from kvxfer.chaos.callers import Watched
 from kvxfer.chaos.channel import Channel
 from kvxfer.chaos.device import Device
 from kvxfer.chaos.fabric import Agent
@@ -81,6 +82,9 @@ class Process:
             clock=self.clock,
             renewed=self._renew,
         )
+        approaches = self.mover._approaches  # noqa: SLF001 - watched
+        approaches._connector = Watched(self, self.mover.transfers)  # noqa: SLF001
+        self.turned_at = sim.world.now
         self.mover.prepare()
         self.worker.switchboard.sessions.card = msgspec.structs.replace(
             card, agent=self.mover.transfers.keeper.metadata
@@ -178,6 +182,7 @@ class Process:
             world.at(self._turn_at, self._turn, self._turn_at)
             return
         self._turn_at = float("inf")
+        self.turned_at = world.now
         mover.turn()
         self.sim.trouble.after_turn(self)
         if mover.results:
@@ -187,7 +192,7 @@ class Process:
                     self._end_loan(result)
                 self.results.append(result)
             self.on_results()
-        if len(mover.source) or len(mover.sink):
+        if len(mover.source) or len(mover.sink) or len(mover._approaches):  # noqa: SLF001
             self.wake(TICK)
 
     # --- memory -----------------------------------------------------------------------------------------------------

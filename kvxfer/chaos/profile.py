@@ -7,6 +7,7 @@ common that a mixed world meets once in thousands of seeds, because a guard of t
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from random import Random
 from typing import TYPE_CHECKING
 
 from kvxfer.protocol.peers import Timing
@@ -212,12 +213,20 @@ SLEEPERS = Profile(
 )
 """Sources fall asleep in the middle of a write, for longer than leases and drains last, and go on with it when they wake up."""
 
+INTRODUCED = 0.25
+"""Share of worlds whose engines are introduced to each other, of every kind."""
+
 CYCLE = (CALM, MIXED, PREEMPTIONS, OVERHEARD, USURPERS, DEAF, ECHOES, SLEEPERS, SLOW_READS, REBIRTHS)
 
 
 def profile_of(seed: int) -> Profile:
     """Return a seed's."""
     return CYCLE[seed % len(CYCLE)]
+
+
+def introduced(seed: int) -> bool:
+    """Tell whether a seed's engines are introduced to each other, and connect before their first handoff."""
+    return Random(f"introductions in {seed}").random() < INTRODUCED  # noqa: S311 - a kind of world
 
 
 def seeds_of(name: str, count: int) -> list[int]:

@@ -1,11 +1,11 @@
 """One seed: engines, handoffs, trouble; then quiet, and the checks.
 
-What is checked: ``wrong_bytes`` (decode reads what is not its own, something lands in a block that is not lent to its handoff, or
-a write carries what is not its request's), ``double_reports`` (a report that was not owed), ``leaked_blocks`` (a pool that is
-not full after everything has ended), ``stuck`` (a request that is still open then), ``leases`` (the right to post ends later at
-its holder than at who granted it), ``obituaries`` (a process that lives is thought to have ended), ``needless`` (a handoff that
-fails in a world without trouble), ``leftovers`` (something inside that remembers what has ended) and ``defects`` (an exception
-that the product caught and logged as its own).
+What is checked: ``wrong_bytes`` (decode reads what is not its own, something lands in a block that is not lent to its handoff,
+or a write carries what is not its request's), ``double_reports`` (a report that was not owed), ``leaked_blocks`` (a pool that
+is not full after everything has ended), ``stuck`` (a request that is still open then), ``leases`` (the right to post ends later
+at its holder than at who granted it), ``obituaries`` (a process that lives is thought to have ended), ``needless`` (a handoff
+that fails in a world without trouble), ``caught`` (a peer is connected early that may not answer), ``leftovers`` (something
+inside that remembers what has ended) and ``defects`` (an exception that the product caught and logged as its own).
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from kvxfer.chaos.outcomes import kind_of
 from kvxfer.chaos.possible import POSSIBLE
 from kvxfer.chaos.prefill import PrefillEngine
 from kvxfer.chaos.process import BLOCK_SIZE, Process, settings_of
-from kvxfer.chaos.profile import Profile, profile_of
+from kvxfer.chaos.profile import Profile, introduced, profile_of
 from kvxfer.chaos.trouble import Trouble
 from kvxfer.chaos.world import World
 from kvxfer.protocol.auth import Secret
+from kvxfer.transport import commands as cmd
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -45,6 +46,7 @@ CHECKS = (
     "leases",
     "obituaries",
     "needless",
+    "caught",
     "leftovers",
     "defects",
 )
@@ -124,6 +126,7 @@ class Simulation:
         self.faults = self.result.faults
         profile = self.profile = profile or profile_of(seed)
         self.secret = SECRET if profile.secret else None
+        self.introduced = introduced(seed)
         world = self.world = World(seed, keep=keep)
         draw = world.random
         self.network = Network(self)
@@ -133,6 +136,7 @@ class Simulation:
             stream=draw.choice((True,) * 5 + (False,)),
             pull_lease=profile.pull_lease or draw.choice((8.0, 8.0, 2.5)),
             revoke=profile.revoke,
+            eager=self.introduced,
         )
         self.poll = draw.choice((0.0003, 0.0003, 0.02))
         self.stack = draw.random() < 0.5 if profile.stack is None else profile.stack  # noqa: PLR2004
@@ -198,6 +202,14 @@ class Simulation:
         self._all.append(slot.process)
         if isinstance(slot.engine, DecodeEngine):
             slot.engine.policy = self.world.random.choice(("recompute", "recompute", "fail"))
+            self._introduce(slot.process)
+
+    def _introduce(self, decode: Process) -> None:
+        """Let both processes of a decode engine stay connected with every prefill engine."""
+        for slot in self.slots if self.introduced else ():
+            if slot.prefills:
+                for channel in (decode.worker, decode.scheduler):
+                    channel.keep(cmd.EngineAddress(slot.host, PORT, ""))
 
     def kill(self, slot: Slot) -> None:
         """Let a process die."""
@@ -265,6 +277,10 @@ class Simulation:
     def process_of(self, rank: RankId) -> Process | None:
         """Return the process, if it lives, that a worker rank is."""
         return next((one for one in reversed(self._all) if one.alive and one.me == rank), None)
+
+    def anybody(self, rank: RankId) -> Process:
+        """Return the process, whether or not it lives, that a worker rank is, or was."""
+        return next(one for one in reversed(self._all) if one.me == rank)
 
     def struck(self, fault: str, states: Iterable[str] = ()) -> None:
         """Count a fault, and the states of the handoffs that it concerns."""

@@ -43,8 +43,11 @@ class Announcer:
         self._control.call(lambda now: self._expect(handoff, request_id, address, now))
 
     def settle(self, handoff: HandoffId, request_id: str) -> None:
-        """Stop telling for this request: the worker's registration speaks for itself now."""
-        self._control.call(lambda _now: self._forget(handoff, request_id))
+        """Stop telling for this request: the worker's registration speaks for itself now.
+
+        There is no haste: whatever wakes the control thread, it forgets first and renews then.
+        """
+        self._control.call(lambda _now: self._forget(handoff, request_id), wake=False)
 
     def release(self, handoff: HandoffId, request_id: str, address: EngineAddress, reason: str) -> None:
         """Tell prefill that nothing is wanted, unless another request here still queues for the same handoff."""

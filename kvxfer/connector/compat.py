@@ -11,55 +11,53 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from kvxfer.errors import ConfigError
 from kvxfer.layout.ranks import Shard, heads_of
 from kvxfer.platform import Geometry, LayerGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Container, Iterator, Mapping
+
+_packed = msgspec.msgpack.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """A request in a scheduler's output. ``blocks`` extend its table, or replace it (``whole``).
+    """A request in a scheduler's output. ``blocks`` extend its table, or replace it (``whole``); they are vLLM's own list.
 
     After this step positions [0, computed + scheduled) are final.
     """
 
     request_id: str
-    blocks: tuple[int, ...]
+    blocks: list[int]
     whole: bool
     computed: int
     scheduled: int
 
 
-def scheduled_requests(output: Any) -> Iterator[Scheduled]:
-    """Iterate over the requests of a SchedulerOutput of any version and runner. One cache group."""
+def scheduled_requests(output: Any, among: Container[str]) -> Iterator[Scheduled]:
+    """Iterate over those requests of a SchedulerOutput, of any version and runner, that are ``among`` these. One cache group."""
     counts: Mapping[str, int] = output.num_scheduled_tokens
     for new in output.scheduled_new_reqs:
-        yield Scheduled(
-            new.req_id,
-            tuple(new.block_ids[0]),
-            whole=True,
-            computed=new.num_computed_tokens,
-            scheduled=counts[new.req_id],
-        )
+        request_id = new.req_id
+        if request_id in among:
+            yield Scheduled(request_id, new.block_ids[0], True, new.num_computed_tokens, counts[request_id])
     cached = output.scheduled_cached_reqs
-    resumed = cached.resumed_req_ids
-    for request_id, blocks, computed in zip(
-        cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-    ):
-        yield Scheduled(
-            request_id,
-            () if blocks is None else tuple(blocks[0]),
-            whole=request_id in resumed,
-            computed=computed,
-            scheduled=counts[request_id],
-        )
+    for at, request_id in enumerate(cached.req_ids):
+        if request_id in among:
+            blocks = cached.new_block_ids[at]
+            yield Scheduled(
+                request_id,
+                [] if blocks is None else blocks[0],
+                request_id in cached.resumed_req_ids,
+                cached.num_computed_tokens[at],
+                counts[request_id],
+            )
 
 
 def preempted_requests(output: Any) -> set[str]:
@@ -71,7 +69,8 @@ def prompt_digests(request: Any, *less: int) -> tuple[bytes, ...]:
     """Digest everything that shapes the KV of a request's prompt without its last ``less`` tokens; () where it cannot be told.
 
     ``less`` ascends. Two legs of a handoff must have the same where they share positions: tokens, LoRA adapter (by name),
-    multimodal inputs (by vLLM's own hashes) and cache salt. About 0.1 ms for 16,000 tokens.
+    multimodal inputs (by vLLM's own hashes) and cache salt. Called in the scheduler's thread, so no Python object is made for
+    a token: 0.04 ms for 8,192 of them.
     """
     tokens = request.prompt_token_ids
     if tokens is None or getattr(request, "prompt_embeds", None) is not None:
@@ -82,13 +81,20 @@ def prompt_digests(request: Any, *less: int) -> tuple[bytes, ...]:
         getattr(request, "cache_salt", None),
         [feature.identifier for feature in getattr(request, "mm_features", None) or ()],
     )
-    packed = memoryview(array("q", tokens).tobytes())
-    digest, done, found = hashlib.blake2b(repr(shaping).encode(), digest_size=16), 0, []
-    for end in sorted(8 * (len(tokens) - one) for one in less if one < len(tokens)):
+    packed = memoryview(_packed(list(tokens)))  # one token's bytes after the other's, behind their number
+    ends = {one: len(packed) - sum(len(_packed(token)) for token in tokens[len(tokens) - one :]) for one in less}
+    # Processors have instructions for SHA-256, and it releases the interpreter's lock.
+    digest, done, found = hashlib.sha256(repr(shaping).encode()), _header(len(tokens)), []
+    for end in sorted(end for one, end in ends.items() if one < len(tokens)):
         digest.update(packed[done:end])
-        found.append(digest.digest())
+        found.append(digest.digest()[:16])
         done = end
     return tuple(reversed(found))
+
+
+def _header(length: int) -> int:
+    """Return how many bytes MessagePack puts before the items of an array."""
+    return 1 if length < 16 else 3 if length < 1 << 16 else 5  # noqa: PLR2004
 
 
 def needs_every_position(request: Any) -> bool:
@@ -179,6 +185,12 @@ def parallel_ranks(vllm_config: Any) -> tuple[int, int]:
 
     del vllm_config
     return get_tensor_model_parallel_rank(), get_pp_group().rank_in_group
+
+
+def posts(vllm_config: Any, mode: str) -> bool:
+    """Tell whether an engine's ranks post transfers: in push those of prefill, in pull those of decode."""
+    role = vllm_config.kv_transfer_config.kv_role
+    return bool(role != ("kv_consumer" if mode == "push" else "kv_producer"))
 
 
 def drop_params(request: Any) -> None:

@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
 from kvxfer.config import settings_from
-from kvxfer.connector import compat, plugin
-from kvxfer.connector.metadata import QuietPins, RankHandshake, StepMetadata
+from kvxfer.connector import block_major, compat, plugin
+from kvxfer.connector.metadata import NOTHING, QuietPins, RankHandshake, StepMetadata
 from kvxfer.connector.scheduler import SchedulerHalf
 from kvxfer.connector.worker import WorkerHalf
 from kvxfer.errors import ConfigError
@@ -32,6 +32,9 @@ class KvxferConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not 
     scheduler_half: ClassVar[type[SchedulerHalf]] = SchedulerHalf
     worker_half: ClassVar[type[WorkerHalf]] = WorkerHalf
 
+    _scheduler: SchedulerHalf
+    _worker: WorkerHalf  # each process has one of the two
+
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         plugin.register()  # where VLLM_PLUGINS left the plugin out, this is the first chance to set the environment
@@ -46,8 +49,6 @@ class KvxferConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not 
                 "start with --disable-hybrid-kv-cache-manager"
             )
         incarnation = secrets.token_hex(8)
-        self._scheduler: SchedulerHalf | None = None
-        self._worker: WorkerHalf | None = None
         if role is KVConnectorRole.SCHEDULER:
             me = RankId(transfer.engine_id, incarnation, -1)
             self._scheduler = self.scheduler_half(vllm_config, kv_cache_config, self.mode, settings, me)
@@ -59,49 +60,46 @@ class KvxferConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not 
 
     # --- the scheduler's hooks --------------------------------------------------------------------------------------
 
-    def _in_scheduler(self) -> SchedulerHalf:
-        assert self._scheduler is not None, "a scheduler's hook was called in a worker"
-        return self._scheduler
-
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """See SchedulerHalf."""
-        self._in_scheduler().bind_block_pool(gpu_block_pool)
+        self._scheduler.bind_block_pool(gpu_block_pool)
 
     def on_new_request(self, request: Any) -> None:
         """See SchedulerHalf."""
-        self._in_scheduler().on_new_request(request)
+        self._scheduler.on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """See SchedulerHalf."""
-        return self._in_scheduler().get_num_new_matched_tokens(request, num_computed_tokens)
+        return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """See SchedulerHalf."""
-        self._in_scheduler().update_state_after_alloc(request, blocks, num_external_tokens)
+        self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """See SchedulerHalf.build_step."""
-        return StepMetadata(self._in_scheduler().build_step(scheduler_output))
+        step = self._scheduler.build_step(scheduler_output)
+        return NOTHING if step is None else StepMetadata(step)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """See SchedulerHalf."""
-        self._in_scheduler().update_connector_output(connector_output)
+        self._scheduler.update_connector_output(connector_output)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """See SchedulerHalf."""
-        return self._in_scheduler().request_finished(request, block_ids)
+        return self._scheduler.request_finished(request, block_ids)
 
     def has_pending_push_work(self) -> bool:
         """Keep the engine stepping while something noted must still reach the workers."""
-        return self._in_scheduler().has_pending_work()
+        return self._scheduler.has_pending_work()
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, RankHandshake]) -> None:
         """Learn where the ranks listen (single pipeline stage)."""
-        self._in_scheduler().publish([one.address for one in metadata.values()])
+        self._scheduler.publish([one.address for one in metadata.values()])
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], RankHandshake]) -> None:
         """Learn where the ranks of all pipeline stages listen."""
-        self._in_scheduler().publish([one.address for one in metadata.values()])
+        self._scheduler.publish([one.address for one in metadata.values()])
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
         """All groups: vLLM must not zero blocks that a peer writes into."""
@@ -110,23 +108,33 @@ class KvxferConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not 
 
     # --- the workers' hooks -----------------------------------------------------------------------------------------
 
-    def _in_worker(self) -> WorkerHalf:
-        assert self._worker is not None, "a worker's hook was called in the scheduler"
-        return self._worker
-
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """See WorkerHalf."""
-        self._in_worker().register_kv_caches(kv_caches)
+        self._worker.register_kv_caches(kv_caches)
+
+    @property
+    def prefer_cross_layer_blocks(self) -> bool:
+        """Ask for a block-major cache, up to vLLM 0.28."""
+        return block_major.prefers_cross_layers(self._vllm_config)
+
+    def register_cross_layers_kv_cache(self, kv_cache: Any, attn_backend: Any) -> None:
+        """Take a block-major cache, up to vLLM 0.28."""
+        self.register_kv_caches(block_major.layers_of(kv_cache, attn_backend, self._kv_cache_config))
 
     def get_handshake_metadata(self) -> RankHandshake | None:
         """Tell the scheduler half where this rank listens."""
-        address = self._in_worker().address()
+        address = self._worker.address()
         return None if address is None else RankHandshake(address)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         """Begin a step: comes before the forward in every version and runner."""
-        super().bind_connector_metadata(connector_metadata)
-        self._in_worker().begin_step(connector_metadata.step)
+        self._connector_metadata = connector_metadata
+        if connector_metadata is not NOTHING:
+            self._worker.begin_step(connector_metadata.step)
+
+    def has_connector_metadata(self) -> bool:
+        """Say no: vLLM asks once a layer whether to call the two hooks of layers below, which do nothing (0.26 to 0.32)."""
+        return False
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing to do: loads began when their blocks were registered."""
@@ -139,29 +147,33 @@ class KvxferConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not 
 
     def wait_for_save(self) -> None:
         """End a step: comes after the forward, and does not wait."""
-        self._in_worker().end_step()
+        self._worker.end_step()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """See WorkerHalf.take_finished."""
         del finished_req_ids
-        return self._in_worker().take_finished()
+        return self._worker.take_finished()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """See WorkerHalf.take_failed_blocks. vLLM asks right after ``get_finished``, in the same pass."""
-        return self._in_worker().take_failed_blocks()
+        return self._worker.take_failed_blocks()
 
     def build_connector_worker_meta(self) -> QuietPins | None:
         """Tell the scheduler half which orphaned blocks are read no more; comes after ``get_finished``, on every step."""
-        quiet = self._in_worker().take_quiet()
+        quiet = self._worker.take_quiet()
         return QuietPins(dict.fromkeys(quiet, 1)) if quiet else None
 
     # --- both -------------------------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
         """Stop the threads of this process."""
-        for half in (self._scheduler, self._worker):
-            if half is not None:
-                half.shutdown()
+        half = self._scheduler if self._role is KVConnectorRole.SCHEDULER else self._worker
+        half.shutdown()
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """Ask for a block-major cache, since vLLM 0.29."""
+        return block_major.required_layout(vllm_config)
 
     @classmethod
     def build_prom_metrics(

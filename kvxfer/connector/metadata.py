@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -14,11 +15,21 @@ from kvxfer.protocol.messages import RankAddress  # noqa: TC001 - pickled and re
 from kvxfer.transport.commands import Step
 
 
-@dataclass
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not typed where the checks run
-    """Scheduler to workers, each step: what changed."""
+    """Scheduler to workers, each step: what changed; ``NOTHING`` when nothing did, as in nearly all of them."""
 
-    step: Step = field(default_factory=Step)
+    __slots__ = ("step",)
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+
+    def __reduce__(self) -> str | tuple[type[StepMetadata], tuple[Step]]:
+        """Pickle ``NOTHING`` by its name alone: the workers find their own by it."""
+        return "NOTHING" if self is NOTHING else (StepMetadata, (self.step,))
+
+
+NOTHING: Final = StepMetadata(Step())
+"""The one metadata of every step that changes nothing, the same object on either side; nobody may change it."""
 
 
 @dataclass

@@ -6,20 +6,29 @@ request then runs as if it had none: computed locally, correct, never failed.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 from kvxfer.addresses import AddressError, check_host, is_wildcard
+from kvxfer.addresses import parse as parse_address
 from kvxfer.protocol.ids import MAX_ID_LENGTH, HandoffId, handoff_id
 from kvxfer.transport.commands import EngineAddress
+
+MAX_PEERS = 1024
+"""Engines that one probe may name."""
 
 
 @dataclass(frozen=True, slots=True)
 class SourceParams:
-    """Prefill leg: compute, and hand the KV over. A ``probe`` only wants the answer's address and hands nothing over."""
+    """Prefill leg: compute, and hand the KV over.
+
+    A ``probe`` hands nothing over: it only wants the answer's address, and names engines to be connected, ``peers``.
+    """
 
     handoff: HandoffId
     probe: bool
+    peers: tuple[EngineAddress, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,23 +56,31 @@ def parse(request_id: str, params: object) -> SourceParams | SinkParams | None:
         raise ParamsError("do_remote_prefill and do_remote_decode are both true: a leg is one or the other")
     transfer = _text(params, "transfer_id")
     if decode:
-        return SourceParams(_handoff(request_id, transfer, None), _flag(params, "kvxfer_probe"))
+        probe = _flag(params, "kvxfer_probe")
+        return SourceParams(_handoff(request_id, transfer, None), probe, _peers(params) if probe else ())
     handoff = _handoff(request_id, transfer, _text(params, "remote_request_id"))
     host = _text(params, "remote_host")
     if not host:
         raise ParamsError("remote_host is missing: the prefill engine's control_host")
-    try:
-        host = check_host(host)
-    except AddressError as error:
-        raise ParamsError(f"remote_host: {error}") from None
-    if is_wildcard(host):
-        raise ParamsError(f"remote_host is {host}, which names no host: set advertise_host at the prefill engine")
+    host = _checked(host)
     port = params.get("remote_port")
     if isinstance(port, str) and port.isdecimal() and len(port) < 6:  # noqa: PLR2004 - Python refuses to read very long ones
         port = int(port)
     if not isinstance(port, int) or isinstance(port, bool) or not 0 < port < 65536:  # noqa: PLR2004
         raise ParamsError(f"remote_port is {_kind(port)}: it must be the prefill engine's control_port")
     return SinkParams(handoff, EngineAddress(host, port, _text(params, "remote_engine_id") or ""))
+
+
+@functools.lru_cache(maxsize=256)
+def _checked(host: str) -> str:
+    """Check a prefill engine's host. An engine has few of those, and requests for them again and again."""
+    try:
+        host = check_host(host)
+    except AddressError as error:
+        raise ParamsError(f"remote_host: {error}") from None
+    if is_wildcard(host):
+        raise ParamsError(f"remote_host is {host}, which names no host: set advertise_host at the prefill engine")
+    return host
 
 
 def _handoff(request_id: str, transfer: str | None, remote_request_id: str | None) -> HandoffId:
@@ -74,6 +91,18 @@ def _handoff(request_id: str, transfer: str | None, remote_request_id: str | Non
             f"the request id is {_kind(request_id)}: at most {MAX_ID_LENGTH} of Unicode can name a handoff"
         )
     return handoff
+
+
+def _peers(params: dict[Any, Any]) -> tuple[EngineAddress, ...]:
+    peers = params.get("kvxfer_peers")
+    if peers is None:
+        return ()
+    if not isinstance(peers, list) or len(peers) > MAX_PEERS or not all(isinstance(peer, str) for peer in peers):
+        raise ParamsError(f"kvxfer_peers is {_kind(peers)}, not a list of at most {MAX_PEERS:,} control addresses")
+    try:
+        return tuple(EngineAddress(*address, "") for address in map(parse_address, peers))
+    except AddressError as error:
+        raise ParamsError(f"kvxfer_peers: {error}") from None
 
 
 def _flag(params: dict[Any, Any], key: str) -> bool:
@@ -94,7 +123,7 @@ def _text(params: dict[Any, Any], key: str) -> str | None:
 
 def _sendable(text: str) -> bool:
     """Tell whether a message can carry a text: JSON can spell halves of surrogate pairs, UTF-8 cannot."""
-    return len(text) <= MAX_ID_LENGTH and text.encode(errors="replace").decode() == text
+    return len(text) <= MAX_ID_LENGTH and (text.isascii() or text.encode(errors="replace").decode() == text)
 
 
 def _kind(value: object) -> str:

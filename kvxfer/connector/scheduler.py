@@ -25,7 +25,17 @@ from kvxfer.connector.params import ParamsError, SinkParams, SourceParams, parse
 from kvxfer.connector.pins import Pins
 from kvxfer.errors import RemoteProtocolError
 from kvxfer.protocol.messages import Directory, Report
-from kvxfer.transport.commands import LESS, SinkCancel, SinkOpen, SourceFinish, SourceProgress, SourceStart, Step
+from kvxfer.transport.commands import (
+    LESS,
+    EngineAddress,
+    SinkCancel,
+    SinkOpen,
+    SourceFinish,
+    SourceProgress,
+    SourceStart,
+    Step,
+    packed,
+)
 from kvxfer.transport.control import ControlChannel
 from kvxfer.transport.secret import load_secret
 
@@ -65,7 +75,7 @@ class _Source:
     prompt_tokens: int
     complete: bool = False
     has_blocks: bool = False
-    withheld: list[int] | None = None
+    withheld: bytes | None = None
 
 
 class SchedulerHalf:
@@ -74,14 +84,14 @@ class SchedulerHalf:
     def __init__(self, vllm_config: Any, kv_cache_config: Any, mode: str, settings: Settings, me: RankId) -> None:
         self.mode = mode
         self.settings = settings
-        parallel = vllm_config.parallel_config
+        parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
         self._tp_size = parallel.tensor_parallel_size
         self._pp_size = parallel.pipeline_parallel_size
         self._block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self._engine = me.engine
         self._may_pin = compat.may_pin(vllm_config)
         self._pins: Pins | None = None
-        self._step = Step()
+        self._noted: Step | None = None  # since the last step; None for nothing, as mostly
         self._sources: dict[str, _Source] = {}
         self._sinks: dict[str, _Sink] = {}
         port = settings.control_port + compat.data_parallel_index(vllm_config)
@@ -96,6 +106,9 @@ class SchedulerHalf:
         )
         self._announcer = Announcer(self.control, settings.leg_timeout)
         self.control.start()
+        if transfer.kv_role != "kv_producer":  # the scheduler process of a decode engine announces its requests
+            for host, peer_port in settings.peer_addresses:
+                self.control.keep(EngineAddress(host, peer_port, ""))
         logger.info("engine %s: control channel at %s", me.engine, shown_at(settings.control_host, port))
         if is_wildcard(settings.told_host):
             logger.warning(
@@ -136,10 +149,14 @@ class SchedulerHalf:
             case SinkParams():
                 self._sinks[request_id] = _Sink(params, now)
                 self._announcer.expect(params.handoff, request_id, params.source)
-            case SourceParams(handoff, probe) if not probe:
+            case SourceParams(probe=True, peers=peers):
+                self._step().introduced.extend(peers)  # to the workers, by way of this request's own step
+                for address in peers:
+                    self.control.keep(address, lasting=False)
+            case SourceParams(handoff):
                 self._sources[request_id] = _Source(handoff, request.num_prompt_tokens)
                 digests = compat.prompt_digests(request, *LESS)
-                self._step.started.append(SourceStart(handoff, request_id, request.num_prompt_tokens, now, digests))
+                self._step().started.append(SourceStart(handoff, request_id, request.num_prompt_tokens, now, digests))
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """Offer every prompt position that decode has not cached itself. May be asked again; changes nothing.
@@ -170,13 +187,13 @@ class SchedulerHalf:
             self._announcer.release(handoff, request.request_id, source, "decode computes what it lacks itself")
             return
         start, end = request.num_prompt_tokens - num_external_tokens, request.num_prompt_tokens - 1
-        ids = list(blocks.get_block_ids()[0])[start // self._block_size : -(-end // self._block_size)]
+        ids = array("i", blocks.get_block_ids()[0][start // self._block_size : -(-end // self._block_size)])
         sink.state = _SinkState.OPEN
         self._announcer.settle(handoff, request.request_id)
-        self._step.opened.append(
+        self._step().opened.append(
             SinkOpen(
                 handoff, request.request_id, source, start, end,
-                self.registered_blocks(request.request_id, array("i", ids)).tobytes(), sink.heard, time.monotonic(),
+                self.registered_blocks(request.request_id, ids).tobytes(), sink.heard, time.monotonic(),
                 b"".join(compat.prompt_digests(request, 1)),
             )
         )  # fmt: skip
@@ -188,38 +205,49 @@ class SchedulerHalf:
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
-    def build_step(self, output: Any) -> Step:
-        """Collect what this step changes, from the scheduler's output and from what was noted since the last one."""
-        step, self._step = self._step, Step()
+    def build_step(self, output: Any) -> Step | None:
+        """Collect what this step changes, from the scheduler's output and from what was noted since the last one.
+
+        None when nothing has changed, which costs next to nothing: so it is in nearly every step of an engine that decodes,
+        or that waits for handoffs, a thousand times a second.
+        """
         if self._sources:
-            self._note_sources(output, step)
+            self._note_sources(output)
+        step, self._noted = self._noted, None
         return step
 
-    def _note_sources(self, output: Any, step: Step) -> None:
+    def _step(self) -> Step:
+        """Return what the next step changes, to add something to it."""
+        if self._noted is None:
+            self._noted = Step()
+        return self._noted
+
+    def _note_sources(self, output: Any) -> None:
         for request_id in compat.preempted_requests(output):
             source = self._sources.get(request_id)
             if source is not None:
-                self._restart(request_id, source, step)
-        for one in compat.scheduled_requests(output):
-            source = self._sources.get(one.request_id)
-            if source is None or (source.complete and not one.whole):
+                self._restart(request_id, source)
+        for one in compat.scheduled_requests(output, self._sources):
+            source = self._sources[one.request_id]
+            if source.complete and not one.whole:
                 continue
             if one.whole and source.has_blocks:
-                self._restart(one.request_id, source, step)
+                self._restart(one.request_id, source)
             final = min(one.computed + one.scheduled, source.prompt_tokens)
             source.has_blocks = True
             source.complete = final == source.prompt_tokens
             if source.withheld is None and self._pinned(one.request_id, one.blocks):
-                step.progress.append(SourceProgress(one.request_id, one.blocks, final))
+                self._step().progress.append(SourceProgress(one.request_id, packed(one.blocks), final))
             else:
-                source.withheld = [*(source.withheld or ()), *one.blocks]
+                source.withheld = (source.withheld or b"") + packed(one.blocks)
 
-    def _pinned(self, request_id: str, blocks: tuple[int, ...]) -> bool:
+    def _pinned(self, request_id: str, blocks: list[int]) -> bool:
         """Pin blocks that will be written from; in pull nothing reads them before vLLM holds them for us."""
         return self.mode == "pull" or (self._pins is not None and self._pins.pin(request_id, blocks))
 
-    def _restart(self, request_id: str, source: _Source, step: Step) -> None:
+    def _restart(self, request_id: str, source: _Source) -> None:
         if source.has_blocks:
+            step = self._step()
             source.has_blocks = source.complete = False
             source.withheld = None
             step.preempted.append(request_id)
@@ -238,7 +266,7 @@ class SchedulerHalf:
                 reason = f"decode gave up: {request.status.name}"
                 self._announcer.release(sink.params.handoff, request_id, sink.params.source, reason)
             elif sink.state is _SinkState.OPEN:
-                self._step.cancelled.append(SinkCancel(request_id, f"decode gave up: {request.status.name}"))
+                self._step().cancelled.append(SinkCancel(request_id, f"decode gave up: {request.status.name}"))
             return False, None
         source = self._sources.pop(request_id, None)
         if source is None:
@@ -250,7 +278,7 @@ class SchedulerHalf:
         elif len(block_ids) * self._block_size < source.prompt_tokens:
             aborted = "prefill was preempted while its last token was in flight"
         held = bool(block_ids)
-        self._step.finished.append(self._finish(request_id, source, aborted, held=held))
+        self._step().finished.append(self._finish(request_id, source, aborted, held=held))
         return held, None if aborted else self._answer(source.handoff, request_id, source.prompt_tokens)
 
     def _finish(self, request_id: str, source: _Source, aborted: str | None, *, held: bool) -> SourceFinish:
@@ -261,13 +289,13 @@ class SchedulerHalf:
             token = self._pins.orphan(request_id)
         withheld = None
         if source.withheld is not None and held and source.complete:
-            withheld = SourceProgress(request_id, tuple(source.withheld), source.prompt_tokens)
+            withheld = SourceProgress(request_id, source.withheld, source.prompt_tokens)
         return SourceFinish(request_id, aborted, held, token, withheld)
 
     def update_connector_output(self, output: Any) -> None:
         """Note which sinks have been reported: they owe nothing any more; and which orphaned blocks nobody reads."""
         quiet = getattr(output, "kv_connector_worker_meta", None)
-        if self._pins is not None and isinstance(quiet, QuietPins):
+        if quiet is not None and self._pins is not None and isinstance(quiet, QuietPins):
             self._pins.quiet(quiet.ranks)
         for request_id in output.finished_recving or ():
             sink = self._sinks.get(request_id)
@@ -276,7 +304,7 @@ class SchedulerHalf:
 
     def has_pending_work(self) -> bool:
         """Tell whether something noted must reach the workers although no request may be left to schedule."""
-        return bool(self._step or self._pins)
+        return self._noted is not None or bool(self._pins)
 
     def _probe_answer(self, request: Any) -> dict[str, Any] | None:
         try:

@@ -16,14 +16,15 @@ from array import array
 from typing import TYPE_CHECKING, Any
 
 from kvxfer.addresses import bare
-from kvxfer.connector import compat
-from kvxfer.errors import ConfigError
+from kvxfer.connector import block_major, compat
+from kvxfer.errors import ConfigError, RailsError
 from kvxfer.layout.card import RankCard
 from kvxfer.layout.maps import spell
 from kvxfer.layout.route import StagingArea
 from kvxfer.platform import platform_for
 from kvxfer.protocol.actions import SourceFinished, SourceQuiet
 from kvxfer.protocol.messages import RankAddress
+from kvxfer.rails.pinning import WorkerRails
 from kvxfer.transport import commands as cmd
 from kvxfer.transport.mover import MoverSettings
 from kvxfer.transport.nixl import NixlAgent
@@ -102,6 +103,7 @@ class WorkerHalf:
                 revoke=settings.revoke,
                 poll=settings.poll_interval,
                 records=settings.record_capacity,
+                eager=compat.posts(self._vllm_config, self.mode),
             ),
             settings.timing,
             host=settings.control_host,
@@ -111,20 +113,35 @@ class WorkerHalf:
             secret=load_secret(settings.secret_file),
             repack=self._platform.repack if self._platform.offers else None,
         )
-        threads.start()
+        rails = WorkerRails(
+            (settings.rails, settings.rails_policy), settings.backend, self._platform, cache.device
+        )  # before there is an agent
+        with rails.watched():
+            threads.start()
+        try:
+            rails.settle()
+        except RailsError:
+            threads.stop()
+            raise
         self._address = RankAddress(
             self.me.rank, self.me.incarnation, tp_rank, pp_rank, bare(settings.advertise_host), threads.control.port
         )
+        for host, port in settings.peer_addresses:
+            threads.control.keep(cmd.EngineAddress(host, port, ""))
+        if self.me.rank == 0:
+            block_major.report(self._vllm_config, cache)
         logger.info(
             "%s: %d blocks of %s bytes in %s memory (%s), registered with NIXL %s",
             self.me, cache.num_blocks, f"{cache.block_bytes:,}", cache.memory, spell(cache), settings.backend,
         )  # fmt: skip
 
     def _staging_for(self, cache: CacheMap) -> Staging | None:
-        """Allocate the staging area: by default what two prompts of the greatest length need, or a quarter of the cache."""
+        """Allocate the staging area. Unasked, for two of the longest prompts or a quarter of the cache; see the platform."""
         if not self._platform.offers:
             return None
         size = self.settings.staging_bytes
+        if size is None and not self._platform.stages_unasked:
+            return None
         if size is None:
             prompts = 2 * -(-self._vllm_config.model_config.max_model_len // cache.block_size)
             size = min(prompts, max(cache.num_blocks // 4, 1)) * cache.block_bytes
@@ -147,12 +164,14 @@ class WorkerHalf:
 
     def begin_step(self, step: cmd.Step) -> None:
         """Hand a step's changes over, behind a fence for everything launched before it."""
-        if not step or self._threads is None:
+        if self._threads is None:
             return
         for opened in step.opened:
             self._opened[opened.request_id] = opened.blocks
         # A request that has been reported meanwhile is not open any more: the abort crossed the report.
         self._cancelled.update(cancel.request_id for cancel in step.cancelled if cancel.request_id in self._opened)
+        for address in step.introduced:
+            self._threads.control.keep(address, lasting=False)
         self._threads.mover.post(cmd.StepBegin(step, self._platform.fence()))
         self._computing = bool(step.progress)
 
@@ -164,9 +183,11 @@ class WorkerHalf:
 
     def take_finished(self) -> tuple[set[str] | None, set[str] | None]:
         """Return the ids of (sources, sinks) whose blocks are the engine's again, each exactly once."""
-        results = None if self._threads is None else self._threads.mover.results
-        if self._threads is not None:
-            self._threads.mover.check()
+        threads = self._threads
+        if threads is None:
+            return None, None
+        threads.mover.check()
+        results = threads.mover.results
         if not results:
             return None, None
         sent, received = set(), set()
@@ -191,6 +212,8 @@ class WorkerHalf:
 
     def take_failed_blocks(self) -> set[int]:
         """Return the blocks whose load failed, for requests that ``take_finished`` has just returned."""
+        if not self._failed_blocks:
+            return set()
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from kvxfer.doctor.host import Finding, numbers
@@ -12,6 +13,10 @@ if TYPE_CHECKING:
     from kvxfer.doctor.host import Host
 
 _NEURON_LIBRARIES = "opt/aws/neuron/lib"
+_DRIVER_VERSION = re.compile(r"\s(\d{3}\.\d+(?:\.\d+)?)\b")
+_DRIVERS = (("nixl-cu13", (580, 65)), ("nixl-cu12", (525, 60)))
+"""The oldest drivers for CUDA 13's and 12's runtimes (CUDA's release notes, "CUDA Driver")."""
+_DMA_BUF = (5, 12)
 _EFA_INSTALLER = "run AWS's EFA installer (it builds the efa kernel module), then modprobe efa"
 
 
@@ -64,22 +69,47 @@ def check_efa_driver(host: Host) -> Iterator[Finding]:
         yield Finding("efa driver", "ok", f"efa {version or '(in-tree)'}, {len(machine.rails)} devices")
 
 
-def check_gpu_direct(host: Host) -> Iterator[Finding]:
-    """Check that EFA can reach GPU memory: dma-buf with NVIDIA's open modules, a peer memory module with the others."""
+def check_nvidia_driver(host: Host) -> Iterator[Finding]:
+    """NVIDIA's driver, which must be as new as the CUDA runtime that NIXL's wheel is linked to."""
     if not host.machine.gpus:
         return
-    driver = host.text("proc/driver/nvidia/version").partition("\n")[0]
-    peer = [name for name in ("efa_nv_peermem", "nvidia_peermem") if host.exists(f"sys/module/{name}")]
-    if not driver:
-        yield Finding(
-            "gpu direct", "problem", "NVIDIA's driver is not loaded", "install NVIDIA's driver, open kernel modules"
-        )
-    elif "Open Kernel Module" in driver:
-        yield Finding("gpu direct", "ok", f"dma-buf: {driver}")
-    elif peer:
-        yield Finding("gpu direct", "ok", f"{', '.join(peer)}: {driver}")
+    told = host.text("proc/driver/nvidia/version").partition("\n")[0]
+    if not told:
+        cure = "install NVIDIA's driver, open kernel modules"
+        yield Finding("nvidia driver", "problem", "NVIDIA's driver is not loaded", cure)
+        return
+    match = _DRIVER_VERSION.search(told)
+    version = match[1] if match else ""
+    oldest, wheel = min(((oldest, wheel) for wheel, oldest in _DRIVERS if host.package(wheel)), default=((), ""))
+    if version and numbers(version) < oldest:
+        text = f"driver {version} is older than {'.'.join(map(str, oldest))}, which the CUDA runtime of {wheel} needs"
+        cure = "update NVIDIA's driver" + (", or install nixl-cu12 in its place" if wheel == "nixl-cu13" else "")
+        yield Finding("nvidia driver", "problem", text, cure)
     else:
-        text = f"neither NVIDIA's open kernel modules (dma-buf) nor a peer memory module: {driver}"
+        yield Finding("nvidia driver", "ok", told)
+
+
+def check_gpu_direct(host: Host) -> Iterator[Finding]:
+    """Check that EFA can reach GPU memory: dma-buf with NVIDIA's open modules, a peer memory module with the others.
+
+    dma-buf needs Linux 5.12 as well (NVIDIA's GPU operator, its page on GPUDirect RDMA).
+    """
+    driver = host.text("proc/driver/nvidia/version").partition("\n")[0]
+    if not host.machine.gpus or not driver:
+        return
+    peer = [name for name in ("efa_nv_peermem", "nvidia_peermem") if host.exists(f"sys/module/{name}")]
+    is_open, is_new = "Open Kernel Module" in driver, numbers(host.kernel) >= _DMA_BUF
+    if is_open and is_new:
+        yield Finding("gpu direct", "ok", "dma-buf, by NVIDIA's open kernel modules")
+    elif peer:
+        yield Finding("gpu direct", "ok", f"peer memory, by {', '.join(peer)}")
+    elif is_open:
+        text = f"Linux {host.kernel} has no dma-buf for GPU memory, which came with 5.12, and no peer memory module is loaded"
+        yield Finding(
+            "gpu direct", "problem", text, "run an image with Linux 5.12 or newer, or modprobe nvidia_peermem"
+        )
+    else:
+        text = "neither NVIDIA's open kernel modules (dma-buf) nor a peer memory module is loaded"
         yield Finding("gpu direct", "problem", text, "install NVIDIA's open kernel modules, or modprobe nvidia_peermem")
 
 
@@ -148,6 +178,7 @@ CHECKS = (
     check_accelerators,
     check_kernel,
     check_efa_driver,
+    check_nvidia_driver,
     check_gpu_direct,
     check_neuron,
     check_memlock,

@@ -144,6 +144,16 @@ class Stale(Message, frozen=True, tag="stale"):
     """Answers an envelope meant for an earlier incarnation, or one without a session: that life is over."""
 
 
+class Approach(Message, frozen=True, tag="approach"):
+    """Of the NIXL connection that its asker is about to make: the other's agent must make progress for it meanwhile.
+
+    ``ask``: will you? ``come``: from now on I do; this answers what was asked at ``asked``. ``done``: you need not any more.
+    """
+
+    what: Literal["ask", "come", "done"]
+    asked: Stamp
+
+
 # --- one handoff ------------------------------------------------------------------------------------------------------
 
 
@@ -256,6 +266,7 @@ AnyMessage = (
     | Refused
     | Heartbeat
     | Stale
+    | Approach
     | Expect
     | Register
     | Grant

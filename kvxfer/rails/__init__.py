@@ -7,6 +7,7 @@
     predict    what NIXL's LIBFABRIC backend would choose by itself
     policy     the FI_EFA_IFACE of a worker process
     check      a worker's own look at what NIXL did with its memory
+    pinning    a worker that keeps itself to its rails: both of these, in their order
     nixl_log   NIXL's debug log, read;  judge: what it did held against what was expected
     counters   EFA's byte counters while traffic runs
     report, command   ``kvxfer rails``

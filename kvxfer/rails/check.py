@@ -1,15 +1,17 @@
 """A worker's own check: whether its device memory is on the rails that were predicted for those that it is shown.
 
-The only proof that NIXL gives is its log, on stderr of the process (``captured_stderr`` takes it). So the check can also come out
-as *untold*: NIXL was not asked to log its placements, and nothing is wrong for all that is known. Only a mismatch is refused.
+The only proof that NIXL gives is its log, on stderr of the process (``captured_stderr`` reads along). So the check can also come
+out as *untold*: NIXL was not asked to log its placements, and nothing is wrong for all that is known. Only a mismatch is refused.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 import sys
 import tempfile
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from kvxfer.rails.pci import Machine, Node
 
 POLICIES = ("warn", "enforce")
+_PATIENCE = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +104,11 @@ class RailsCheck:
         # Without DEBUG: NIXL's own table of GPUs is an INFO line, and its fallback to every rail a warning.
         everywhere = next((line for kind, line in writer.fallbacks if kind == "all rails"), None)
         if everywhere is not None and any(choice.how != "all devices" for choice in self._choices.values()):
-            yield Outcome("mismatch", f"rails: NIXL registered device memory on every rail: {everywhere.text}")
+            wanted = "; ".join(
+                f"{one.name} is registered on every rail, expected {_said(self._choices[one.node.where].rails)}"
+                for one in self._placements
+            )
+            yield Outcome("mismatch", f"rails: {wanted}: {everywhere.text}")
         for device, rails in writer.table.items() if everywhere is None else ():
             if Address.parse(device) in self._choices:
                 yield self._compare(Registration("", device, dict.fromkeys(rails, Line("log", 0, device))))
@@ -145,22 +152,30 @@ def _said(rails: Iterable[Node]) -> str:
 
 @contextmanager
 def captured_stderr() -> Iterator[list[str]]:
-    """Take what the process writes to stderr meanwhile, native libraries too; the list has the lines afterwards.
+    """Read along what the process writes to stderr meanwhile, native libraries too; the list has the lines afterwards.
 
-    All of it is written to the real stderr at the end. It is the whole process's: keep the time short.
+    A process of its own (tee) reads and passes everything on at once: a library that ends this process over a variable says why
+    just before, and one that holds Python's lock while it logs must not wait for us. Where there is no tee, nothing is read.
     """
     lines: list[str] = []
+    tee = shutil.which("tee")
+    if tee is None:
+        yield lines
+        return
     sys.stderr.flush()
-    with tempfile.TemporaryFile() as taken:
-        real = os.dup(2)
-        os.dup2(taken.fileno(), 2)
+    with tempfile.NamedTemporaryFile() as taken, os.fdopen(os.dup(2), "wb") as real:
+        reader = subprocess.Popen(
+            [tee, taken.name], stdin=subprocess.PIPE, stdout=real, stderr=subprocess.DEVNULL, start_new_session=True
+        )
+        assert reader.stdin is not None
+        with reader.stdin:
+            os.dup2(reader.stdin.fileno(), 2)
         try:
             yield lines
         finally:
             sys.stderr.flush()
-            os.dup2(real, 2)
-            taken.seek(0)
-            text = taken.read()
-            with os.fdopen(real, "wb") as stderr:
-                stderr.write(text)
-            lines.extend(text.decode(errors="replace").splitlines())
+            os.dup2(real.fileno(), 2)
+            # A process that was started meanwhile keeps this stderr for its own, and the reader with it.
+            with suppress(subprocess.TimeoutExpired):
+                reader.wait(_PATIENCE)
+            lines.extend(taken.read().decode(errors="replace").splitlines())

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from kvxfer.errors import ConfigError
 from kvxfer.rails.local import attached, place
-from kvxfer.rails.pci import Address, rail_name
+from kvxfer.rails.pci import Address
 from kvxfer.rails.predict import predict
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def pin(
     ``setting`` is ``local``, ``all``, or a list of names (rdmap85s0) or PCI addresses (0000:55:00.0) of EFA devices; ``asked``
     as for ``place``. Raises ConfigError for a device or a rail that this machine does not have, naming those that it has.
     """
-    preset = environment.get(VARIABLE, "").strip()
+    preset = environment.get(VARIABLE, "")
     if preset:
         return Pin(None, _preset(machine, preset), f"{VARIABLE}={preset} was set already, and is respected")
     everything = tuple(machine.rails)
@@ -129,10 +129,13 @@ def _find(machine: Machine, entry: str) -> Node:
 
 
 def _preset(machine: Machine, preset: str) -> tuple[Node, ...]:
-    """Read FI_EFA_IFACE as libfabric does: names with commas between them, or all."""
-    if preset == "all":
+    """Read FI_EFA_IFACE as libfabric does (prov/efa/src/efa_env.h): exact names of devices, nothing but commas between them.
+
+    What begins with ``all`` is all. A space behind a comma, or an endpoint type behind a name, makes a name that no device has.
+    """
+    if preset.startswith("all"):
         return tuple(machine.rails)
-    names = {rail_name(name.strip()) for name in preset.split(",")}
+    names = preset.split(",")
     return tuple(rail for rail in machine.rails if rail.rail in names)
 
 

@@ -2,8 +2,10 @@
 
 Guarantees: an engine is given work only if its last check passed, i.e. it answered ``/health``, told an identity in
 ``kvxfer_info`` that fits its role and the mode, and (prefill) answered one probe for that very identity with the same
-values. The first check runs at once; an engine that comes up late, or again as another one, is used from its next
-check on. A check never blocks a request, and one slow engine never delays the check of another.
+values. Each decode engine is told of every healthy prefill engine, by the same kind of probe, so that the two are connected
+before the first request; and again when either of them comes back. The first check runs at once; an engine that comes up
+late, or again as another one, is used from its next check on. A check never blocks a request, and one slow engine never
+delays the check of another.
 """
 
 from __future__ import annotations
@@ -11,18 +13,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import msgspec
 
+from kvxfer.addresses import shown_at
 from kvxfer.router.identity import Identity, IdentityError, check_probe, check_role, parse_info
 from kvxfer.router.openai import ApiError, Json
 from kvxfer.router.picking import RoundRobin
 from kvxfer.router.settings import Role, RouterSettings, engine_url
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from yarl import URL
 
@@ -41,6 +44,12 @@ class Engine:
         self.identities: list[Identity] = []
         self.reason: str | None = "not checked yet"
         self.probed: Identity | None = None
+        self.told: frozenset[Identity] = frozenset()
+        """Of a decode engine: the prefill engines to which it has been introduced."""
+        self.untold = ""
+        """Why it could not be, as it was said last."""
+        self.news = asyncio.Event()
+        """Of a decode engine: somebody has passed a check since it was introduced to others."""
 
     @property
     def healthy(self) -> bool:
@@ -75,6 +84,20 @@ class Engine:
             log.warning("%s engine %s is not used: %s", self.role.value, self.name, reason)
         self.reason = reason
         self.probed = None
+        self.told = frozenset()
+
+    def introduced(self, prefills: frozenset[Identity]) -> None:
+        """Note that it knows them."""
+        self.told, self.untold = prefills, ""
+
+    def not_introduced(self, addresses: Sequence[str], reason: str) -> None:
+        """Note that it could not be told of them; it is tried again after the next check, and said once."""
+        if self.untold != reason:
+            log.warning(
+                "decode engine %s could not be introduced to %s, its first request will connect them: %s",
+                self.name, ", ".join(addresses), reason,
+            )  # fmt: skip
+        self.untold = reason
 
     def passed(self, identities: list[Identity]) -> None:
         """Put the engine into use under what it just told."""
@@ -125,6 +148,7 @@ class Engines:
     def start(self) -> None:
         """Begin checking, now and then every ``check_interval``."""
         self._tasks = [asyncio.ensure_future(self._watch(engine)) for engine in self]
+        self._tasks += [asyncio.ensure_future(self._introduce_all(engine)) for engine in self.by_role[Role.DECODE]]
 
     async def stop(self) -> None:
         """End the checks."""
@@ -135,7 +159,16 @@ class Engines:
     async def _watch(self, engine: Engine) -> None:
         while True:
             await self.check(engine)
+            if engine.healthy:
+                for decode in self.by_role[Role.DECODE]:
+                    decode.news.set()
             await asyncio.sleep(self._settings.check_interval)
+
+    async def _introduce_all(self, decode: Engine) -> None:
+        while True:
+            await decode.news.wait()
+            decode.news.clear()
+            await self.introduce(decode)
 
     async def check(self, engine: Engine) -> None:
         """Check one engine once; never raises for anything that an engine does."""
@@ -160,7 +193,30 @@ class Engines:
         else:
             engine.passed(identities)
 
+    async def introduce(self, decode: Engine) -> None:
+        """Tell a healthy decode engine of the healthy prefill engines that are news to it; never raises for what it does."""
+        prefills = frozenset(
+            one for engine in self.by_role[Role.PREFILL] if engine.healthy for one in engine.identities
+        )
+        decode.told &= prefills  # whoever comes back is news again
+        if not decode.healthy or prefills == decode.told:
+            return
+        addresses = sorted(shown_at(one.host, one.port) for one in prefills - decode.told)
+        try:
+            for identity in decode.identities:
+                await self._send_probe(decode, identity, {"kvxfer_peers": addresses})
+        except asyncio.TimeoutError:
+            decode.not_introduced(addresses, f"no answer within {self._settings.check_timeout:g} s")
+        except Exception as error:  # noqa: BLE001 - its requests will connect it, and its next check says what is wrong
+            decode.not_introduced(addresses, str(error) or type(error).__name__)
+        else:
+            decode.introduced(prefills)
+
     async def _probe(self, engine: Engine, identity: Identity) -> None:
+        check_probe(identity, await self._send_probe(engine, identity, {}), engine.url.host or "")
+
+    async def _send_probe(self, engine: Engine, identity: Identity, more: Json) -> Any:
+        """Send a request of one token that hands nothing over; return its answer."""
         try:
             model = msgspec.json.decode(await self._get(engine, "v1/models"))["data"][0]["id"]
         except (msgspec.DecodeError, KeyError, IndexError, TypeError) as error:
@@ -171,15 +227,14 @@ class Engines:
             "prompt": [1],
             "max_tokens": 1,
             # kvxfer_probe: the connector answers with its coordinates and holds no block for a decode engine.
-            "kv_transfer_params": {"do_remote_decode": True, "transfer_id": request_id, "kvxfer_probe": True},
+            "kv_transfer_params": {"do_remote_decode": True, "transfer_id": request_id, "kvxfer_probe": True, **more},
         }
         headers = {"X-Request-Id": request_id, "Content-Type": "application/json", **rank_header(identity)}
         raw = await self._fetch(engine, "POST", "v1/completions", headers, msgspec.json.encode(body))
         try:
-            answer = msgspec.json.decode(raw)
+            return msgspec.json.decode(raw)
         except msgspec.DecodeError:
             raise IdentityError("its answer to the probe is not JSON") from None
-        check_probe(identity, answer, engine.url.host or "")
 
     async def models(self, engine: Engine, headers: Mapping[str, str]) -> tuple[int, bytes]:
         """An engine's model list for a client, with the client's own headers: status and body as they came."""

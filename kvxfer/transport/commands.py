@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,8 @@ from kvxfer.addresses import shown_at
 from kvxfer.protocol.ids import shown
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from kvxfer.layout.card import RankCard
     from kvxfer.platform import Fence
     from kvxfer.protocol.ids import HandoffId, RankId
@@ -35,6 +38,11 @@ class EngineAddress:
         return f"{shown(self.engine) or 'an engine'} at {shown_at(shown(self.host), self.port)}"
 
 
+def packed(blocks: Iterable[int]) -> bytes:
+    """Pack block ids as commands and messages carry them: four bytes each, so that no object is made, or pickled, for a block."""
+    return array("i", blocks).tobytes()
+
+
 # --- from the engine thread: what a scheduler decided, made by the scheduler half and carried by vLLM ---------------------
 
 
@@ -55,10 +63,10 @@ class SourceStart:
 
 @dataclass(frozen=True, slots=True)
 class SourceProgress:
-    """After this step positions [0, final) are final; ``blocks`` extend the request's block table."""
+    """After this step positions [0, final) are final; ``blocks`` (packed) extend the request's block table."""
 
     request_id: str
-    blocks: tuple[int, ...]
+    blocks: bytes
     final: int
 
 
@@ -79,7 +87,7 @@ class SourceFinish:
 
 @dataclass(frozen=True, slots=True)
 class SinkOpen:
-    """Blocks were allocated for positions [start, end) of a request that another engine prefills.
+    """``blocks`` (packed) were allocated for positions [start, end) of a request that another engine prefills.
 
     ``prompt`` digests everything that shapes the KV of positions [0, end); empty when it is not known.
     """
@@ -107,6 +115,7 @@ class SinkCancel:
 class Step:
     """What one engine step changes. An empty step is not sent.
 
+    ``introduced``: engines to stay connected with from now on.
     ``tokens``: preempted request → under what its blocks are kept for writes that still read them, see SourceQuiet.
     """
 
@@ -117,10 +126,12 @@ class Step:
     progress: list[SourceProgress] = field(default_factory=list)
     opened: list[SinkOpen] = field(default_factory=list)
     cancelled: list[SinkCancel] = field(default_factory=list)
+    introduced: list[EngineAddress] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         """Tell whether anything changed."""
-        return bool(self.preempted or self.started or self.finished or self.progress or self.opened or self.cancelled)
+        changes = self.preempted or self.started or self.finished or self.progress or self.opened or self.cancelled
+        return bool(changes or self.introduced)
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,6 +129,10 @@ class ControlChannel(threading.Thread):
         """Connect an engine's ranks; the listener hears the outcome."""
         self.call(lambda now: self._switchboard.call(address, now))
 
+    def keep(self, address: EngineAddress, *, lasting: bool = True) -> None:
+        """Stay connected with an engine, from before the first request on; the listener hears every outcome."""
+        self.call(lambda now: self._switchboard.keep(address, now, lasting=lasting))
+
     def present(self, card: RankCard) -> None:
         """Set what this rank tells of itself. Before it is set, nobody can open a session with this process."""
         self.call(lambda _now: setattr(self._switchboard.sessions, "card", card))
@@ -141,10 +145,11 @@ class ControlChannel(threading.Thread):
         """Set what WhoIs is answered with."""
         self.call(lambda _now: setattr(self._switchboard, "directory", directory))
 
-    def call(self, act: Callable[[float], object]) -> None:
-        """Run ``act`` in the control thread, with the time."""
+    def call(self, act: Callable[[float], object], *, wake: bool = True) -> None:
+        """Run ``act`` in the control thread, with the time; without ``wake`` when it wakes up next, before all else."""
         self._todo.put(act)
-        self._ring()
+        if wake:
+            self._ring()
 
     def stop(self, timeout: float = 5.0) -> None:
         """End the thread and close the sockets."""
@@ -192,9 +197,10 @@ class ControlChannel(threading.Thread):
         """Milliseconds until something is due; None when only a message or a command can make something happen."""
         if self._switchboard.hurried:
             return 50
-        if not any(True for _ in self.sessions):
-            return None
-        return max(1, int(self.sessions.timing.interval * 250))
+        waits = [int(self.sessions.timing.interval * 250)] if any(True for _ in self.sessions) else []
+        if (due := self._switchboard.due_at) is not None:
+            waits.append(int((due - time.monotonic()) * 1000) + 1)
+        return max(1, min(waits)) if waits else None
 
     def _run_todo(self, now: float) -> None:
         while True:

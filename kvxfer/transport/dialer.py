@@ -47,6 +47,8 @@ class _Call:
     ask_at: float | None = None
     ranks: tuple[RankId, ...] = ()
     open: set[RankId] = field(default_factory=set)
+    where: dict[RankId, tuple[str, int]] = field(default_factory=dict)
+    greeted: set[RankId] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,8 @@ class Dialer:
             if self._wires.is_open(rank):
                 call.open.add(rank)
             else:
-                self._wires.greet(address, rank, reachable(where.host, address.host), where.port, now)
+                call.where[rank] = reachable(where.host, address.host), where.port
+        self._greet(call, now)
         yield from self._check(call)
 
     def opened(self, rank: RankId) -> Iterator[Outcome]:
@@ -119,10 +122,26 @@ class Dialer:
             elif call.ask_at is not None and call.ask_at <= now:
                 call.ask_at = None
                 self._wires.ask(call.address)
+            else:
+                self._greet(call, now)
+
+    def __iter__(self) -> Iterator[EngineAddress]:
+        """Iterate over who is called."""
+        return iter(self._calls)
 
     def __len__(self) -> int:
         """Return the number of calls under way."""
         return len(self._calls)
+
+    def _greet(self, call: _Call, now: float) -> None:
+        """Greet the ranks that no call greets yet: one that is greeted twice takes the second for a new beginning.
+
+        An engine can be called by several addresses at once: by its name and without, as a host and as a number.
+        """
+        for rank, (host, port) in call.where.items():
+            if rank not in call.open and all(rank not in other.greeted for other in self._calls.values()):
+                call.greeted.add(rank)
+                self._wires.greet(call.address, rank, host, port, now)
 
     def _why(self, call: _Call) -> str:
         if call.ranks:

@@ -18,6 +18,7 @@ import logging
 import queue
 import threading
 import time
+from array import array
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,7 @@ from kvxfer.protocol.ids import shown
 from kvxfer.protocol.sink import Sink
 from kvxfer.protocol.source import Source
 from kvxfer.transport import commands as cmd
+from kvxfer.transport.approaches import Approaches
 from kvxfer.transport.mover_settings import COUNTERS, LINGER, TICK, MoverSettings, Renewed
 from kvxfer.transport.openings import Openings
 from kvxfer.transport.reach import NotNowError
@@ -109,6 +111,7 @@ class Mover(threading.Thread):
         """What the engine is owed, oldest first; the engine thread pops from the left."""
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.transfers = Transfers(rank, card, make_agent, clock)
+        self._approaches = Approaches(rank, self.transfers, send, self.counters, eager=settings.eager)
         self._refusals = Refusals(logger)
         self._send = send
         self._renewed = renewed
@@ -125,6 +128,7 @@ class Mover(threading.Thread):
         self._next_tick = 0.0
         self._linger_until = 0.0
         self._round = Round()
+        self._ended = False
 
     # --- for other threads ------------------------------------------------------------------------------------------
 
@@ -141,8 +145,12 @@ class Mover(threading.Thread):
         self._mailbox.put(command)
 
     def check(self) -> None:
-        """Raise TransportError if the thread has ended, or is caught in a call: its process must then be restarted."""
-        self._round.check(str(self.rank), self._clock(), alive=self.is_alive())
+        """Raise TransportError if the thread has ended, or is caught in a call: its process must then be restarted.
+
+        The engine thread asks at every step. While the mover waits, as it mostly does, that costs nothing but a look.
+        """
+        if self._round.since is not None or self._ended:
+            self._round.check(str(self.rank), self._clock(), alive=not self._ended)
 
     def stop(self, timeout: float = 5.0) -> None:
         """End the thread and close the agent."""
@@ -166,6 +174,7 @@ class Mover(threading.Thread):
             while self.turn(self._wait_time()):
                 pass
         finally:
+            self._ended = True
             try:
                 self.transfers.close_agent()
             except TransportError as error:
@@ -212,11 +221,14 @@ class Mover(threading.Thread):
             self._next_tick = now + TICK
             self._guarded(lambda now: self._run(self.source.tick(now)), now)
             self._guarded(lambda now: self._run(self.sink.tick(now)), now)
+        free = self._revoking is None and not (self.transfers.in_flight or self._steps)
+        self._guarded(self._approaches.act, now, free)
         return True
 
     def _needs_progress(self) -> bool:
         """Tell whether data may be arriving, or leaving: the notification of a write that is done leaves after it."""
-        return self.sink.receiving() or self.source.serving() or self._clock() < self._linger_until
+        busy = self.sink.receiving() or self.source.serving() or self._approaches.promised()
+        return busy or self._clock() < self._linger_until
 
     def _wait_time(self) -> float | None:
         """Seconds to sleep in the mailbox; None for as long as nothing comes."""
@@ -224,7 +236,7 @@ class Mover(threading.Thread):
             return self.settings.poll if self.transfers.in_flight else TICK
         if self.transfers.in_flight or self._steps or self._needs_progress() or self._staging.packing():
             return self.settings.poll
-        return TICK if len(self.source) or len(self.sink) else None
+        return TICK if len(self.source) or len(self.sink) or len(self._approaches) else None
 
     def _take(self, timeout: float | None) -> cmd.Command | None:
         try:
@@ -279,6 +291,7 @@ class Mover(threading.Thread):
                 if self.transfers.up(rank, card):
                     self._renewed(self.transfers.keeper.agent.metadata(), anew=False)
                 self._run(self.sink.peer_back(rank, now))
+                self._approaches.up(rank, now)
             case cmd.PeerLost(rank, reason, granted_until, dead):
                 self._lose(rank, reason, granted_until, now, dead=dead)
             case cmd.PeerEnded(rank):
@@ -316,7 +329,7 @@ class Mover(threading.Thread):
             for end in finished:
                 self._run(self.source.finish(end.request_id, now, aborted=end.aborted, held=end.held, token=end.token))
             for one in progress:
-                self._run(self.source.progress(one.request_id, one.blocks, one.final, now))
+                self._run(self.source.progress(one.request_id, array("i", one.blocks), one.final, now))
         for opened in self._steps.passed_sinks():
             if self.sink.request(opened.handoff) != opened.request_id:
                 continue  # cancelled or refused meanwhile
@@ -356,6 +369,7 @@ class Mover(threading.Thread):
         if not dead and self.sink.wants_back(rank):
             self._openings.call_back(rank)  # if it lives, it can say that nothing is in flight
         self._openings.lost(rank)
+        self._approaches.lost(rank)
         if dead:
             self.transfers.ended_process(rank)
         else:
@@ -384,6 +398,8 @@ class Mover(threading.Thread):
                 yield from self.sink.cancel_ack(frm, message)
             case messages.Failed():
                 yield from self.sink.failed(frm, message)
+            case messages.Approach():
+                self._approaches.heard(frm, message, now)
             case _:
                 raise RemoteProtocolError(f"{frm} sent {type(message).__name__} to a mover")
 
@@ -420,7 +436,7 @@ class Mover(threading.Thread):
 
     def _act_on_terminal(self, one: InFlight, failed: bool, now: float) -> None:
         self.transfers.ended(one)
-        self._recorder.terminal(one, now)
+        self._recorder.terminal(one, now, failed=failed)
         if failed:
             self._post_failed(one.side, one.number, f"NIXL reports an error towards {one.peer}", now)
         elif one.side == "source":

@@ -5,7 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-COUNTERS = ("bytes", "descriptors", "transfers", "failed_transfers", "refused_messages", "revocations")
+COUNTERS = (
+    "bytes",
+    "descriptors",
+    "transfers",
+    "failed_transfers",
+    "refused_messages",
+    "revocations",
+    "early_connections",
+)
+"""``early_connections``: NIXL connections that were made before a handoff needed them."""
 
 LINGER = 1.0
 """Seconds for which the fabric makes progress after a write is done, so that its notification leaves this process."""
@@ -35,3 +44,5 @@ class MoverSettings:
     revoke: bool = True
     poll: float = 0.0003
     records: int = 1024
+    eager: bool = False
+    """Connect a peer's memory as soon as a session with it is open: for a rank that posts."""

@@ -111,6 +111,11 @@ class Reach:
         """Tell whether the agent has a peer of this name that is not to be forgotten."""
         return any(name == known for known, _ in self._agents.values())
 
+    def is_loaded(self, peer: RankId) -> bool:
+        """Tell whether the agent has a peer with the keys that it has now."""
+        card = self._cards.get(peer)
+        return card is not None and self._agents.get(peer, ("", b""))[1] == card.agent
+
     def knows(self, peer: RankId) -> bool:
         """Tell whether a peer has an open session."""
         return peer in self._cards

@@ -73,11 +73,11 @@ class Recorder:
             record.tokens += action.end - action.start
             record.blocks += self._cache.blocks_for(action.start, action.end)
 
-    def terminal(self, one: InFlight, now: float) -> None:
+    def terminal(self, one: InFlight, now: float, *, failed: bool) -> None:
         """Note that nothing of a transfer is under way any more."""
         record = self._book.get(one.side, one.handoff)
         if record is not None:
-            record.times.last_byte = now
+            record.ended(0 if failed else one.bytes, now)
 
     def notified(self, handoff: HandoffId, now: float) -> None:
         """Note that a source's word of a write has arrived."""

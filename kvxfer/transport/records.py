@@ -36,11 +36,16 @@ class Times(msgspec.Struct, omit_defaults=True):
     released: float | None = None
 
 
+MOST_MOMENTS = 256
+"""Moments kept of one handoff, so that records of very long prompts stay small. What comes later moves the last one."""
+
+
 class HandoffRecord(msgspec.Struct):
     """One handoff on one side of one rank.
 
     ``bytes`` and ``descriptors`` are what this side posted; a side that posts nothing (push's sink, pull's source) has zeros
-    there. ``tokens`` and ``blocks`` are what the sink registered.
+    there. ``completed`` holds, for each of this side's transfers that ended well, when that was seen and the bytes in all by
+    then; a write of a generation that was given up is among them. ``tokens`` and ``blocks`` are what the sink registered.
     """
 
     handoff: str
@@ -58,12 +63,24 @@ class HandoffRecord(msgspec.Struct):
     outcome: str = "open"
     reason: str = ""
     times: Times = msgspec.field(default_factory=Times)
+    completed: list[tuple[float, int]] = []
 
     def posted(self, size: int, descriptors: int, now: float) -> None:
         """Add a transfer that was posted: its bytes, its descriptors, the moment."""
         self.bytes += size
         self.descriptors += descriptors
         self.times.first_post = self.times.first_post or now
+
+    def ended(self, size: int, now: float) -> None:
+        """Note that a transfer is terminal: the bytes of it that are there, the moment."""
+        self.times.last_byte = now
+        if size:
+            moment = now, size + (self.completed[-1][1] if self.completed else 0)
+            self.completed[len(self.completed[: MOST_MOMENTS - 1]) :] = [moment]
+
+    def completed_by(self, moment: float) -> int:
+        """Return the bytes that were there at a moment of the same clock."""
+        return max((size for at, size in self.completed if at <= moment), default=0)
 
 
 class RecordBook:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvxfer.errors import RemoteProtocolError
@@ -21,6 +22,7 @@ from kvxfer.protocol import messages
 from kvxfer.protocol.ids import RankId, shown
 from kvxfer.protocol.messages import Refusal, WireVersionError, open_envelope, pack, pack_refusal, read_body
 from kvxfer.transport.dialer import Dialer
+from kvxfer.transport.introductions import Introductions
 from kvxfer.transport.links import CURE, Links, NotAdmittedError
 from kvxfer.transport.refusals import Refusals
 from kvxfer.transport.sessions import Lost, Session, Sessions
@@ -120,6 +122,7 @@ class Switchboard:
         self._listener = listener
         self._wires = wires
         self._dialer = Dialer(self, connect_timeout)
+        self._introductions = Introductions()
         self._suspects = Suspects(3 * timing.timeout)
         self._said: dict[RankId, tuple[str, int]] = {}  # where a peer says that it listens, until it has been seen
         self._links = None if secret is None else Links(me, secret, wires.put)
@@ -133,6 +136,10 @@ class Switchboard:
     def call(self, address: EngineAddress, now: float) -> None:
         """Connect an engine's ranks; the listener hears the outcome."""
         self._dialer.call(address, now)
+
+    def keep(self, address: EngineAddress, now: float, *, lasting: bool) -> None:
+        """Connect an engine's ranks, and again whenever one is lost (``introductions``); the listener hears every outcome."""
+        self._introductions.keep(address, now, lasting=lasting)
 
     def send(self, to: RankId, message: messages.Message) -> None:
         """Send to a peer with an open session; without one the message is dropped (its machines hear of the loss)."""
@@ -162,6 +169,8 @@ class Switchboard:
         for suspect in self._suspects.due(now):
             self._wires.knock(*suspect)
         self._report(self._dialer.tick(now))
+        for address in self._introductions.due(now):
+            self.guarded(self._dialer.call, address, now)
         self.guarded(self._listener.on_round, now)
 
     def broken(self, route: Hashable, now: float) -> None:
@@ -201,9 +210,19 @@ class Switchboard:
         return len(self._dialer) > 0
 
     @property
+    def calls(self) -> list[EngineAddress]:
+        """Whom is called now."""
+        return list(self._dialer)
+
+    @property
     def hurried(self) -> bool:
         """Whether ``tick`` is due often: a call is under way, or somebody is suspected of having ended."""
         return self.calling or len(self._suspects) > 0
+
+    @property
+    def due_at(self) -> float | None:
+        """When ``tick`` is due although nothing happens; None when it need not be."""
+        return self._introductions.next_at()
 
     @property
     def counters(self) -> dict[str, int]:
@@ -346,6 +365,10 @@ class Switchboard:
                 self._hang_up(route)
                 if message.engine != sender.engine:
                     raise RemoteProtocolError(f"{sender} sent the directory of {shown(message.engine)}")
+                if message.engine == self.me.engine:
+                    self._introductions.forget(address)
+                    self._report(self._dialer.refused(address, "that is this engine itself"))
+                    return
                 for rank in message.ranks:
                     self._lose(self.sessions.replaced(RankId(message.engine, rank.incarnation, rank.rank)))
                 self._report(self._dialer.directory(address, message, now))
@@ -392,6 +415,7 @@ class Switchboard:
                 self._hang_up(session.route)
             self._ended[session.rank] = self._now
             self._ended.move_to_end(session.rank)
+            self._introductions.lost(session.rank, self._now)
             if len(self._ended) > ENDED:
                 self._ended.popitem(last=False)
             self.guarded(self._on_lost, session.rank, one.reason, session.liveness.granted_until, one.dead)
@@ -407,9 +431,15 @@ class Switchboard:
             for route in self._wires.dialed_for(outcome.address):
                 if route not in used:
                     self._hang_up(route)
-            if outcome.reason is not None:
+            if self._introductions.outcome(outcome, self._now) and outcome.reason is not None:
                 logger.warning("cannot exchange KV with %s: %s", outcome.address, outcome.reason)
+            for rank in outcome.ranks:
+                if not self.is_open(rank):  # lost while the others were still called
+                    self._introductions.lost(rank, self._now)
             self._listener.on_outcome(outcome)
+            if outcome.ranks and not outcome.address.engine:  # requests will name it
+                named = replace(outcome.address, engine=outcome.ranks[0].engine)
+                self._listener.on_outcome(replace(outcome, address=named))
 
     def _say_in(self, session: Session, message: messages.Message) -> None:
         """Say what belongs to a session."""

@@ -74,6 +74,20 @@ class Transfers:
             self._routes.pop((rank, inward), None)
         return self.keeper.agent.meet(rank.agent)
 
+    def approach(self, rank: RankId) -> None:
+        """Connect a peer before a handoff needs it. May not return if its agent makes no progress: see ``approaches``."""
+        began = self._clock()
+        self.reach.of(rank, self.keeper.agent)
+        logger.info("%s has connected with %s, in %.0f ms", self.rank, rank, (self._clock() - began) * 1e3)
+
+    def is_connected(self, rank: RankId) -> bool:
+        """Tell whether a peer is connected, with the keys that it has now."""
+        return self.reach.is_loaded(rank)
+
+    def lives(self, rank: RankId, asked: float) -> bool:
+        """Note that a peer has answered what was said at ``asked``, and tell whether that proves that it lives."""
+        return self.reach.heard(rank, asked)
+
     def lost(self, rank: RankId) -> None:
         """Note that a session ended. What is under way goes on: the peer may only be out of hearing."""
         self.reach.lost(rank, self._clock())

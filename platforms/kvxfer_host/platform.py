@@ -112,6 +112,7 @@ class HostPlatform(Platform):
         return Group(group.block_size, geometry.num_blocks, planes, group.window)
 
     offers: ClassVar[tuple[tuple[str, str], ...]] = OFFERS
+    stages_unasked: ClassVar[bool] = True
 
     def staging(self, size: int, device: int) -> HostMemory:
         """Host memory, which takes no room before it is written to."""

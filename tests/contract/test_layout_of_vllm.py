@@ -26,11 +26,14 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
+from kvxfer.errors import PlatformError
 from kvxfer.layout.check import check
 from kvxfer.layout.describe import Content, Heads, Tensor, strided
-from kvxfer.layout.maps import CacheMap, Group
+from kvxfer.layout.maps import CacheMap, Group, offsets
 from kvxfer.layout.plan import prepare
 from kvxfer.layout.positions import Table
+from kvxfer.platform import Geometry, LayerGroup
+from kvxfer_host import HostPlatform
 
 pytestmark = pytest.mark.contract
 
@@ -211,3 +214,88 @@ def test_blocks_that_vllm_splits_for_its_kernels() -> None:
         whole = torch.cat([split[layer(number)][:, half] for half in (0, 1)], dim=2)
         for ours, theirs in zip(SOURCE, SINK, strict=True):
             assert torch.equal(whole[ours], sink[layer(number)][theirs])
+
+
+# --- each element, where the map says that it is ---------------------------------------------------------------------------
+
+
+def gather(cache: CacheMap, plane, layer: int) -> torch.Tensor:
+    """Read a plane of one layer, [block, head, token, channel], byte by byte from the addresses that the map gives."""
+    ((start, size),) = cache.spans
+    memory = np.frombuffer((ctypes.c_uint8 * size).from_address(start), dtype=np.uint8)
+    at = plane.bases[plane.layers.index(layer)] - start
+    for span in (
+        np.arange(BLOCKS) * plane.block_stride,
+        np.arange(len(plane.heads)) * plane.head_stride,
+        offsets(plane.tokens),
+        offsets(plane.channels),
+        np.arange(plane.item),
+    ):
+        at = np.add.outer(at, span)
+    return torch.from_numpy(memory[at])
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8).reshape(*tensor.shape, tensor.element_size())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_element_is_where_the_map_says(name, dtype) -> None:
+    groups = [KVCacheGroupSpec([layer(number) for number in range(LAYERS)], attention(dtype=dtype))]
+    caches = allocate(name, groups)
+    stamp(caches)
+    cache = mapped(caches, Group(BLOCK, BLOCKS, planes(caches)))
+    for number in range(LAYERS):
+        for plane, content in zip(cache.groups[0].planes, caches[layer(number)].split(DIM, dim=-1), strict=True):
+            assert torch.equal(gather(cache, plane, number), as_bytes(content)), (plane.name, number)
+
+
+HOST_DIM, HOST_BLOCK = 64, 32
+WHOLE = [layout.name for layout in KVCacheLayout if layout.is_block_contiguous]
+"""Layouts in which a layer's part of a block is one run, heads outermost: what CPU kernels are handed."""
+
+
+def host_caches(name: str, dtype):
+    groups = [
+        KVCacheGroupSpec(
+            [layer(number) for number in range(LAYERS)],
+            attention(block_size=HOST_BLOCK, head_size=HOST_DIM, dtype=dtype),
+        )
+    ]
+    names = tuple((layer(number), number) for number in range(LAYERS))
+    geometry = Geometry(
+        (LayerGroup(names, HOST_BLOCK, tuple(range(HEADS)), HEADS, HOST_DIM),), BLOCKS, "auto", ("CPU_ATTN",)
+    )
+    return allocate(name, groups), geometry
+
+
+@pytest.mark.skipif(not hasattr(torch.ops._C, "cpu_attn_reshape_and_cache"), reason="not vLLM's CPU build")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", WHOLE)
+def test_the_host_platform_finds_every_element_that_vllms_kernel_has_written(name, dtype) -> None:
+    from vllm import _custom_ops as ops
+
+    caches, geometry = host_caches(name, dtype)
+    cache = HostPlatform().describe(caches, geometry)
+    check(cache)
+    (group,) = cache.groups
+    if [plane.name for plane in group.planes] != ["k", "v"]:
+        pytest.skip(f"this machine's kernels pack tokens into tiles: {group.planes[0].interior}")
+    content = torch.randn(LAYERS, 2, BLOCKS * HOST_BLOCK, HEADS, HOST_DIM).to(dtype)
+    for number in range(LAYERS):
+        view = caches[layer(number)]
+        keys, values = view.view(*view.shape[:2], 2 * HOST_BLOCK, HOST_DIM).chunk(2, dim=2)
+        slots = torch.arange(BLOCKS * HOST_BLOCK)
+        ops.cpu_attn_reshape_and_cache(content[number, 0], content[number, 1], keys, values, slots, "vec")
+    for number in range(LAYERS):
+        for which, plane in enumerate(group.planes):
+            written = content[number, which].reshape(BLOCKS, HOST_BLOCK, HEADS, HOST_DIM).transpose(1, 2)
+            assert torch.equal(gather(cache, plane, number), as_bytes(written)), (plane.name, number)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in WHOLE])
+def test_the_host_platform_refuses_blocks_that_no_cpu_kernel_is_handed(name) -> None:
+    caches, geometry = host_caches(name, torch.float32)
+    with pytest.raises(PlatformError, match=r"layer model\.layers\.0.*VLLM_KV_CACHE_LAYOUT"):
+        HostPlatform().describe(caches, geometry)

@@ -1,6 +1,6 @@
 """A rank in a process of its own, over real NIXL, driven by lines of JSON on its standard input. Run as a module.
 
-Commands: fill, put, wrong, prefill, open, wait, cancel, digest, arrived, record, idle, clock, quit. Each is answered by one line of JSON.
+Commands: fill, put, wrong, prefill, open, wait, cancel, digest, arrived, record, idle, clock, keep, busy, counters, connections, sessions, quit. Each is answered by one line of JSON.
 """
 
 from __future__ import annotations
@@ -23,6 +23,26 @@ from tests.support.laid_out import KINDS
 from tests.support.ranks import Rank
 
 
+class Agent(NixlAgent):
+    """Counts the connections that it makes."""
+
+    connections = 0
+
+    def add_peer(self, metadata, name=""):
+        type(self).connections += 1
+        return super().add_peer(metadata, name)
+
+
+class Late:
+    """A fence that passes after so many seconds."""
+
+    def __init__(self, seconds) -> None:
+        self.at = time.monotonic() + seconds
+
+    def done(self):
+        return time.monotonic() >= self.at
+
+
 class Driver:
     def __init__(self, options: dict) -> None:
         backend = options.pop("backend", "LIBFABRIC")
@@ -34,7 +54,7 @@ class Driver:
         if self.laid_out is not None:
             options |= {"cache": self.laid_out.cache, "block_size": self.laid_out.block}
         self.rank = Rank(
-            make_agent=lambda name: NixlAgent(name, backend),
+            make_agent=lambda name: Agent(name, backend),
             timing=Timing(*timing),
             secret=load_secret(),
             **options,
@@ -78,6 +98,26 @@ class Driver:
         before = time.process_time()
         time.sleep(seconds)
         return time.process_time() - before
+
+    def keep(self, port, host="127.0.0.1"):
+        """Stay connected with whoever listens there, as a router's introduction or ``peers`` asks for."""
+        self.rank.control.keep(cmd.EngineAddress(host, port, ""), lasting=False)
+
+    def busy(self, seconds):
+        """Let work of the engine's be under way for so long."""
+        progress = [cmd.SourceProgress("nobody's", (), 0)]
+        self.rank.mover.post(cmd.StepBegin(cmd.Step(progress=progress), Late(0.0)))
+        self.rank.mover.post(cmd.StepEnd(Late(seconds)))
+
+    def counters(self):
+        return self.rank.mover.counters
+
+    def connections(self):
+        """How many NIXL connections this rank has made, for whatever reason."""
+        return Agent.connections
+
+    def sessions(self):
+        return sum(1 for _ in self.rank.control.sessions)
 
     def clock(self):
         return time.monotonic()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 import pytest
 
@@ -23,12 +25,16 @@ def test_every_setting_reaches_its_place() -> None:
     extra = {
         "backend": "UCX",
         "backend_options": {"a": "b"},
+        "rails": ["rdmap85s0", "0000:56:00.0"],
+        "rails_policy": "enforce",
         "control_host": "::1",
         "control_port": 7000,
         "advertise_host": "host",
         "secret_file": "/run/secrets/kvxfer",
         "model_id": "m",
         "stream": False,
+        "block_major": False,
+        "peers": ["10.0.0.1:5600"],
         "leg_timeout": 11,
         "hold_limit": 99.0,
         "pull_lease": 12.5,
@@ -84,6 +90,10 @@ def test_the_process_environment_is_the_default(monkeypatch) -> None:
         ({"backends": ["UCX", "GDS"]}, "must be a list of one NIXL backend"),
         ({"backends": [5]}, "$.backend"),
         ({"backend": "POSIX"}, "backend='POSIX' must be LIBFABRIC or UCX"),
+        ({"rails": "near"}, 'rails=\'near\' must be "local", "all", or a list of names or PCI addresses'),
+        ({"rails": []}, "rails=[] names no EFA device"),
+        ({"rails": 5}, "$.rails"),
+        ({"rails_policy": "hope"}, "rails_policy='hope' must be warn or enforce"),
         ({"stream": "yes"}, "$.stream"),
         ({"control_port": 0}, "control_port=0 must be from 1 to 65535"),
         ({"control_port": 65536}, "control_port=65536"),
@@ -115,3 +125,23 @@ def test_all_problems_of_all_kinds_are_told_at_once() -> None:
     message = refused({"nonsense": 1, "stream": "yes", "backend_options": 5, "leg_timeout": -1, "record_capacity": 0})
     for part in ("'nonsense'", "$.stream", "$.backend_options", "leg_timeout=-1", "record_capacity=0"):
         assert part in message
+
+
+@pytest.mark.parametrize(
+    ("peers", "why"),
+    [
+        (["10.0.0.1"], "peers: "),
+        (["10.0.0.1:x"], "peers: "),
+        (["0.0.0.0:5600"], "peers: '0.0.0.0:5600' names no host"),
+        (["[::]:5600"], r"peers: '\[::\]:5600' names no host"),
+        (["a b:1"], "peers: "),
+        ("10.0.0.1:5600", "peers"),
+    ],
+)
+def test_peers_that_cannot_be_reached_are_refused(peers, why) -> None:
+    assert re.search(why, refused({"peers": peers}))
+
+
+def test_peers_are_addresses() -> None:
+    settings, _ = settings_from({"peers": ["10.0.0.1:5600", "[fd00::1]:5601"]}, {})
+    assert settings.peer_addresses == [("10.0.0.1", 5600), ("fd00::1", 5601)]

@@ -17,7 +17,7 @@ from kvxfer.protocol.intervals import IntervalSet
 from kvxfer.protocol.messages import Seal
 from kvxfer.protocol.source_data import Pin
 from kvxfer.protocol.source_delivery import Delivery
-from kvxfer.transport import links, mover, sessions, steps, switchboard
+from kvxfer.transport import approaches, links, mover, sessions, steps, switchboard
 
 if TYPE_CHECKING:
     from kvxfer.protocol.messages import Register
@@ -603,6 +603,41 @@ def replays_are_admitted(patch):
         return admit
 
     wrap(patch, links.Links, "admit", make)
+
+
+# --- connections before the first handoff ------------------------------------------------------------------------------------
+
+
+@mutation
+def old_answers_count(patch):
+    """A peer that answered some time ago is called."""
+    patch.setattr(approaches, "FRESH", math.inf)
+
+
+@mutation
+def any_end_ends_a_promise(patch):
+    """The end of an earlier question ends what has been promised since."""
+
+    def make(original):
+        def heard(self, frm, message, now):
+            if message.what == "done":
+                self._promised.pop(frm, None)
+            original(self, frm, message, now)
+
+        return heard
+
+    wrap(patch, approaches.Approaches, "heard", make)
+
+
+@mutation
+def promises_end_with_their_sessions(patch):
+    """Who has lost a session makes no progress for a peer that has not noticed, and calls."""
+    wrap(
+        patch,
+        approaches.Approaches,
+        "lost",
+        lambda original: lambda self, peer: (original(self, peer), self._promised.pop(peer, None))[0],
+    )
 
 
 BEHIND_ANOTHER = {

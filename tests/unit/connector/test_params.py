@@ -17,7 +17,7 @@ from kvxfer.transport.commands import EngineAddress
 P, D = "cmpl-x-0-00000000", "cmpl-x-0-11111111"
 SINK = {"do_remote_prefill": True, "do_remote_decode": False, "remote_host": "10.0.0.1", "remote_port": 5600}
 KEYS = ["do_remote_prefill", "do_remote_decode", "transfer_id", "remote_request_id", "remote_host", "remote_port"]
-KEYS += ["remote_engine_id", "kvxfer_probe", "remote_block_ids"]
+KEYS += ["remote_engine_id", "kvxfer_probe", "kvxfer_peers", "remote_block_ids"]
 
 _JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters()),
@@ -83,7 +83,8 @@ def test_what_is_nested_deeply_is_described_without_being_walked() -> None:
             parse(
                 D,
                 {**SINK, "transfer_id": None, key: value}
-                | ({"do_remote_prefill": False, "do_remote_decode": True} if key == "kvxfer_probe" else {}),
+                | ({"do_remote_prefill": False, "do_remote_decode": True} if key.startswith("kvxfer_") else {})
+                | ({"kvxfer_probe": True} if key == "kvxfer_peers" else {}),
             )
 
 
@@ -172,3 +173,44 @@ def test_a_port_in_digits_is_a_port() -> None:
 def test_what_is_malformed_is_named_by_its_key(params, text) -> None:
     with pytest.raises(ParamsError, match=text):
         parse(D, params)
+
+
+PROBE = {"do_remote_decode": True, "kvxfer_probe": True}
+
+
+def test_a_probe_names_engines_to_be_connected() -> None:
+    params = parse(P, {**PROBE, "kvxfer_peers": ["10.0.0.1:5600", "[fd00::1]:5601", "host:7"]})
+    assert isinstance(params, SourceParams)
+    assert params.peers == (
+        EngineAddress("10.0.0.1", 5600, ""),
+        EngineAddress("fd00::1", 5601, ""),
+        EngineAddress("host", 7, ""),
+    )
+
+
+@pytest.mark.parametrize("peers", [None, []])
+def test_a_probe_need_not_name_any(peers) -> None:
+    assert parse(P, {**PROBE, "kvxfer_peers": peers}).peers == ()
+
+
+def test_only_a_probe_names_engines() -> None:
+    """A handoff's own params come from clients as well; who they may name is its other leg."""
+    assert parse(P, {"do_remote_decode": True, "kvxfer_peers": ["10.0.0.1:5600"]}).peers == ()
+
+
+@pytest.mark.parametrize(
+    ("peers", "why"),
+    [
+        ("10.0.0.1:5600", "kvxfer_peers is .*, not a list of at most 1,024 control addresses"),
+        ([5600], "not a list"),
+        ([["10.0.0.1", 5600]], "not a list"),
+        (["10.0.0.1:5600"] * 1025, "not a list of at most 1,024"),
+        (["10.0.0.1"], "kvxfer_peers: "),
+        (["10.0.0.1:0"], "kvxfer_peers: "),
+        (["10.0.0.1:65536"], "kvxfer_peers: "),
+        (["a b:5600"], "kvxfer_peers: "),
+    ],
+)
+def test_engines_that_are_none_are_told(peers, why) -> None:
+    with pytest.raises(ParamsError, match=why):
+        parse(P, {**PROBE, "kvxfer_peers": peers})

@@ -252,20 +252,46 @@ def test_all_efa_devices_are_hidden(host) -> None:
     assert (finding.state, "/dev/infiniband" in finding.cure) == ("problem", True)
 
 
+DRIVER = "proc/driver/nvidia/version"
+
+
 def test_gpu_memory_that_efa_cannot_reach(host) -> None:
-    version = "proc/driver/nvidia/version"
-    wrong(host(make.p5en(), files={version: CLOSED_DRIVER}), "gpu direct", "problem", "535.1", "nvidia_peermem")
+    wrong(host(make.p5en(), files={DRIVER: CLOSED_DRIVER}), "gpu direct", "problem", "neither", "nvidia_peermem")
 
 
-def test_gpu_memory_by_a_peer_module(host) -> None:
-    files = {"proc/driver/nvidia/version": CLOSED_DRIVER, "sys/module/nvidia_peermem/version": "535.1"}
-    assert only(hardware.check_gpu_direct(host(make.p5en(), files=files)), "gpu direct").state == "ok"
+def test_a_kernel_without_dma_buf_for_gpu_memory(host) -> None:
+    wrong(host(make.p5en(), kernel="5.10.0-amzn"), "gpu direct", "problem", "Linux 5.10.0-amzn", "5.12")
+
+
+@pytest.mark.parametrize("module", ["nvidia_peermem", "efa_nv_peermem"])
+@pytest.mark.parametrize(("driver", "kernel"), [(CLOSED_DRIVER, "6.8.0"), (OPEN_DRIVER, "5.10.0")])
+def test_gpu_memory_by_a_peer_module(host, module, driver, kernel) -> None:
+    made = host(make.p5en(), files={DRIVER: driver, f"sys/module/{module}/version": "1"}, kernel=kernel)
+    finding = only(hardware.check_gpu_direct(made), "gpu direct")
+    assert (finding.state, module in finding.text) == ("ok", True)
 
 
 def test_gpus_without_a_driver(host) -> None:
-    wrong(
-        host(make.p5en(), files={"proc/driver/nvidia/version": None}), "gpu direct", "problem", "not loaded", "driver"
-    )
+    wrong(host(make.p5en(), files={DRIVER: None}), "nvidia driver", "problem", "not loaded", "driver")
+
+
+@pytest.mark.parametrize(
+    ("version", "packages", "state", "cure"),
+    [
+        ("580.95.05", ("nixl-cu13",), "ok", ""),
+        ("575.57.08", ("nixl-cu13",), "problem", "or install nixl-cu12"),
+        ("575.57.08", ("nixl-cu13", "nixl-cu12"), "ok", ""),
+        ("575.57.08", ("nixl-cu12",), "ok", ""),
+        ("515.105.01", ("nixl-cu12",), "problem", "update NVIDIA's driver"),
+        ("515.105.01", (), "ok", ""),
+        ("(unknown)", ("nixl-cu13",), "ok", ""),
+    ],
+)
+def test_a_driver_older_than_the_cuda_runtime_of_nixls_wheel(host, version, packages, state, cure) -> None:
+    text = f"NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {version}  Release Build  Tue Sep"
+    made = host(make.p5en(), packages=dict.fromkeys(packages, "1.4.1"), files={DRIVER: text})
+    finding = only(hardware.check_nvidia_driver(made), "nvidia driver")
+    assert (finding.state, cure in finding.cure) == (state, True)
 
 
 def test_libnrt_is_not_there(host) -> None:

@@ -9,7 +9,8 @@ import time
 import pytest
 
 from kvxfer.errors import ConfigError, PlatformError
-from kvxfer.platform import Geometry
+from kvxfer.layout.maps import spell
+from kvxfer.platform import Geometry, LayerGroup
 from kvxfer_host import HostPlatform
 from kvxfer_host.platform import FENCE_DELAY
 from kvxfer_host.stream import LateStream
@@ -22,6 +23,12 @@ torch = pytest.importorskip("torch")
 BLOCKS, BLOCK_SIZE, HEADS, DIM = 6, 32, 2, 16
 
 
+def geometry_of(*layers: str, backends=("CPU_ATTN",), blocks: int = BLOCKS) -> Geometry:
+    numbered = tuple((name, number) for number, name in enumerate(layers))
+    group = LayerGroup(numbered, BLOCK_SIZE, heads=tuple(range(HEADS)), total_heads=HEADS, head_size=DIM)
+    return Geometry((group,), blocks, "auto", backends)
+
+
 class TestHost(PlatformConformance):
     def make_platform(self) -> HostPlatform:
         return HostPlatform()
@@ -30,7 +37,7 @@ class TestHost(PlatformConformance):
         """vLLM 0.29's CPU backend: [blocks, heads, tokens, 2 × head size] a layer, each in a storage of its own."""
         shape = (BLOCKS, HEADS, BLOCK_SIZE, 2 * DIM)
         caches = {f"model.layers.{i}.attn": torch.zeros(shape, dtype=torch.bfloat16) for i in range(3)}
-        return caches, Geometry(BLOCK_SIZE, BLOCKS, HEADS, DIM, "auto", ("CPU_ATTN",))
+        return caches, geometry_of(*caches)
 
     def misshapen(self, caches):
         shape = (BLOCKS + 1, HEADS, BLOCK_SIZE, 2 * DIM)
@@ -53,6 +60,15 @@ class TestHostWithOneStorage(TestHost):
         assert len(self.make_platform().describe(caches, geometry).spans) == 1
 
 
+class TestHostOfStrides(TestHost):
+    """Under the instruction set of which strides tell everything, whatever this machine has."""
+
+    @pytest.fixture(autouse=True)
+    def _vec(self, monkeypatch):
+        cpu_attn = pytest.importorskip("vllm.v1.attention.backends.cpu_attn")
+        monkeypatch.setattr(cpu_attn, "_get_attn_isa", lambda *_: "vec")
+
+
 class TestLateHost(TestHost):
     """The test mode: work and fences pass late."""
 
@@ -66,33 +82,53 @@ class TestLateHost(TestHost):
 
 
 @pytest.mark.parametrize(
-    ("change", "what"),
+    "wrong",
     [
-        (lambda t: t.transpose(1, 2), "not one run"),
-        (lambda t: t[:, :1], "not all of one run"),
-        (lambda t: t.reshape(-1), "no dimensions"),
+        torch.zeros((BLOCKS, HEADS, BLOCK_SIZE, 2 * DIM)).transpose(1, 2),
+        torch.zeros((BLOCKS, HEADS, 2, BLOCK_SIZE))[:, :, 0],
+        torch.zeros(BLOCKS * 4),
     ],
+    ids=["its block is not one run", "its block is a part of a run", "it has no blocks"],
 )
-def test_a_block_that_is_not_one_run_of_memory_is_refused_with_its_strides(change, what) -> None:
-    caches, geometry = TestHost().make_caches()
-    wrong = change(torch.zeros((BLOCKS, HEADS, BLOCK_SIZE, 2 * DIM), dtype=torch.bfloat16))
-    if what == "not all of one run":
-        wrong = torch.zeros((BLOCKS, HEADS, 2, BLOCK_SIZE), dtype=torch.bfloat16)[:, :, 0]
+def test_a_block_that_is_not_one_run_of_memory_is_refused_with_its_strides(wrong) -> None:
     with pytest.raises(PlatformError) as raised:
-        HostPlatform().describe({**caches, "odd": wrong}, geometry)
+        HostPlatform().describe({"odd": wrong}, geometry_of("odd"))
     assert "layer odd" in str(raised.value)
     assert str(tuple(wrong.stride())) in str(raised.value)
 
 
-def test_layers_of_different_element_types_are_refused() -> None:
-    caches, geometry = TestHost().make_caches()
-    with pytest.raises(PlatformError, match=r"element types \['bfloat16', 'float32'\]"):
-        HostPlatform().describe({**caches, "odd": torch.zeros(BLOCKS, 4)}, geometry)
+def test_layers_of_different_element_types_under_one_block_table_are_refused() -> None:
+    caches, _ = TestHost().make_caches()
+    caches["odd"] = torch.zeros((BLOCKS, HEADS, BLOCK_SIZE, 2 * DIM))
+    with pytest.raises(PlatformError, match=r"element types \['torch.bfloat16', 'torch.float32'\]"):
+        HostPlatform().describe(caches, geometry_of(*caches))
 
 
-def test_the_interior_names_the_attention_backend() -> None:
-    caches, geometry = TestHost().make_caches()
-    assert HostPlatform().describe(caches, geometry).interior.startswith("host:CPU_ATTN")
+def describe(isa: str, monkeypatch, dtype=torch.bfloat16):
+    cpu_attn = pytest.importorskip("vllm.v1.attention.backends.cpu_attn")
+    monkeypatch.setattr(cpu_attn, "_get_attn_isa", lambda *_: isa)
+    caches = {"model.layers.0.attn": torch.zeros((BLOCKS, HEADS, BLOCK_SIZE, 2 * DIM), dtype=dtype)}
+    return HostPlatform().describe(caches, geometry_of(*caches))
+
+
+def test_the_kernels_instruction_set_decides_what_is_inside_a_block(monkeypatch) -> None:
+    """ "vec" transposes K, which strides can say; what packs tokens into tiles only moves between equal kernels."""
+    strided, tiles = describe("vec", monkeypatch), describe("amx", monkeypatch)
+    assert [plane.name for plane in strided.groups[0].planes] == ["k", "v"]
+    k, v = strided.groups[0].planes
+    assert (k.tokens, k.channels) == (((BLOCK_SIZE, 2),), ((DIM, 2 * BLOCK_SIZE),))
+    assert (v.tokens, v.channels) == (((BLOCK_SIZE, 2 * DIM),), ((DIM, 2),))
+    (plane,) = tiles.groups[0].planes
+    assert plane.interior == "host:CPU_ATTN:amx"
+    assert "opaque" in spell(tiles)
+
+
+def test_a_block_of_unknown_axes_moves_as_a_whole_between_equals(monkeypatch) -> None:
+    caches = {"model.layers.0.attn": torch.zeros((BLOCKS, 3, 5), dtype=torch.bfloat16)}
+    (plane,) = HostPlatform().describe(caches, geometry_of(*caches, backends=())).groups[0].planes
+    assert plane.interior.startswith("host:no-attention")
+    assert plane.interior.endswith(f":{HEADS}of{HEADS}x{DIM}")
+    assert (plane.heads, plane.content) == ((0,), 30)
 
 
 @pytest.mark.parametrize("text", ["x", "-1", "nan", "inf", "61", "1s"])

@@ -225,6 +225,8 @@ def an_example(kind):
         if base in (int, float):
             return base(meta.ge if meta.ge is not None else meta.gt + 1)
         return an_example(base)
+    if typing.get_origin(kind) is typing.Literal:
+        return typing.get_args(kind)[0]
     if kind in (str, bytes, int, float, bool):
         return kind()
     if typing.get_origin(kind) is tuple:

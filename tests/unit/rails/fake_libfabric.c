@@ -1,5 +1,5 @@
 /* A libfabric that lists EFA devices, opens and registers all that it is asked to, and moves nothing: enough for NIXL to discover a
- * topology, to choose rails for memory, and to log what it chose. With FAKE_NO_RAILS it opens nothing. The devices come from FAKE_EFA: "rdmap85s0-rdm=0:85:0.0,..." with decimal domain:bus:device.function.
+ * topology, to choose rails for memory, and to log what it chose. With FAKE_NO_RAILS it opens nothing. FI_EFA_IFACE leaves out devices by libfabric's own rule. The devices come from FAKE_EFA: "rdmap85s0-rdm=0:85:0.0,..." with decimal domain:bus:device.function.
  * The structures are those of libfabric's ABI (rdma/fabric.h and rdma/fi_domain.h), as far as NIXL reads them. */
 #include <stdint.h>
 #include <stdio.h>
@@ -38,6 +38,21 @@ struct info *fi_dupinfo(const struct info *other)
     return info;
 }
 
+/* prov/efa/src/efa_env.h, efa_env_allows_nic: all, or exact names with commas between them. */
+static int allowed(const char *domain)
+{
+    const char *interfaces = getenv("FI_EFA_IFACE");
+    size_t length = strlen(domain);
+    if (length > 4 && !strcmp(domain + length - 4, "-rdm"))
+        length -= 4; /* what is left is the device's name */
+    if (!interfaces || !strncmp(interfaces, "all", 3))
+        return 1;
+    for (const char *at = interfaces; at; at = strchr(at, ',') ? strchr(at, ',') + 1 : NULL)
+        if (!strncmp(at, domain, length) && (at[length] == ',' || !at[length]))
+            return 1;
+    return 0;
+}
+
 int fi_getinfo(uint32_t version, const char *node, const char *service, uint64_t flags, const struct info *hints, struct info **out)
 {
     const char *devices = getenv("FAKE_EFA");
@@ -50,6 +65,9 @@ int fi_getinfo(uint32_t version, const char *node, const char *service, uint64_t
         int length = 0;
         if (sscanf(devices, "%63[^=]=%u:%u:%u.%u%n", name, &domain, &bus, &device, &function, &length) != 5)
             return -22;
+        devices += length + (devices[length] == ',');
+        if (!allowed(name))
+            continue;
         struct info *info = fi_dupinfo(NULL);
         info->domain->name = strdup(name);
         info->fabric->name = strdup("efa");
@@ -65,7 +83,6 @@ int fi_getinfo(uint32_t version, const char *node, const char *service, uint64_t
         info->nic->link->speed = 200000000000;
         *last = info;
         last = &info->next;
-        devices += length + (devices[length] == ',');
     }
     return *out ? 0 : -61;
 }

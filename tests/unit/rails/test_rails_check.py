@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ import topologies as make
 from logs import MANAGER, TOPOLOGY, Process
 
 from kvxfer.errors import ConfigError, RailsError
+from kvxfer.rails import check as module
 from kvxfer.rails.check import Outcome, RailsCheck, captured_stderr
 from kvxfer.rails.hwloc import read_hwloc
 from kvxfer.rails.pci import Address
@@ -175,3 +179,38 @@ def test_stderr_is_restored_by_an_error(capfd) -> None:
         raise RuntimeError
     assert lines == ["before it"]
     assert "before it" in capfd.readouterr().err
+
+
+def test_what_a_library_says_before_it_ends_the_process_is_not_lost() -> None:
+    program = (
+        "import os\nfrom kvxfer.rails.check import captured_stderr\n"
+        "with captured_stderr():\n    os.write(2, b'FI_EFA_IFACE is empty\\n')\n    os.abort()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGABRT
+    assert done.stderr == "FI_EFA_IFACE is empty\n"
+
+
+def test_a_process_that_is_started_meanwhile_keeps_a_stderr_that_arrives(monkeypatch, capfd) -> None:
+    monkeypatch.setattr(module, "_PATIENCE", 0.2)
+    with captured_stderr() as lines:
+        os.write(2, b"ours\n")
+        child = subprocess.Popen(["sh", "-c", "read line; echo theirs >&2"], stdin=subprocess.PIPE)
+    assert lines == ["ours"]
+    assert child.stdin is not None
+    child.stdin.write(b"go\n")
+    child.stdin.close()
+    child.wait()
+    deadline, seen = time.monotonic() + 30, ""
+    while "theirs" not in seen and time.monotonic() < deadline:
+        seen += capfd.readouterr().err
+        time.sleep(0.01)
+    assert "theirs" in seen
+
+
+def test_without_a_tee_nothing_is_read_and_nothing_is_lost(monkeypatch, capfd) -> None:
+    monkeypatch.setattr(module.shutil, "which", lambda _: None)
+    with captured_stderr() as lines:
+        os.write(2, b"native line\n")
+    assert lines == []
+    assert capfd.readouterr().err == "native line\n"

@@ -61,9 +61,12 @@ def fakes(tmp_path_factory) -> dict[str, str]:
 
 @pytest.fixture
 def nixl(fakes, tmp_path):
-    """Return a function that runs cases (topology, rails shown, register, FAKE_ variables) in one process: their logs."""
+    """Return a function that runs cases (topology, rails shown, register, FAKE_ variables) in one process: their logs.
 
-    def run(cases) -> list[tuple[object, list[str]]]:
+    ``worker`` (setting, policy, device) does each as a worker does it.
+    """
+
+    def run(cases, worker=None) -> list[tuple[object, list[str]]]:
         machines, lines = [], []
         for number, (topology, shown, register, more) in enumerate(cases):
             machine = read_hwloc(make.write_hwloc(topology, tmp_path / f"{number}.xml"))
@@ -74,7 +77,9 @@ def nixl(fakes, tmp_path):
                 for rail in rails
             )
             environment = {"HWLOC_XMLFILE": str(tmp_path / f"{number}.xml"), "FAKE_EFA": listed, **more}
-            lines.append(json.dumps({"name": f"case-{number}", "environment": environment, "register": register}))
+            case = {"name": f"case-{number}", "environment": environment, "register": register}
+            root = make.write_sysfs(topology, tmp_path / f"root-{number}") if worker else None
+            lines.append(json.dumps({**case, "worker": [*worker, str(root)] if worker else None}))
         root = HERE.parents[2]
         level = "DEBUG" if any(register for _, _, register, _ in cases) else "INFO"  # which has the table of GPUs
         paths = f"{root}:{root / 'platforms'}:{os.environ.get('PYTHONPATH', '')}"
@@ -245,3 +250,43 @@ def test_a_registration_on_neuron_is_read_and_judged(nixl) -> None:
         registrations = [one for writer in read(lines).writers.values() for one in writer.registrations]
         assert [set(one.rails) for one in registrations] == [{rail.rail for rail in choice.rails}]
         assert registrations[0].whole
+
+
+def said(lines) -> list[str]:
+    """What the worker said, and how loud."""
+    return [line for line in lines if line.startswith(("INFO rails", "WARNING rails", "ERROR rails"))]
+
+
+@pytest.mark.parametrize("device", ["0000:59:00.0", "0000:5a:00.0"])
+def test_a_worker_pins_itself_and_nixl_does_as_predicted(nixl, device) -> None:
+    """NIXL's own split of what a GPU is shown; the whole switch gives each GPU its pair."""
+    ((machine, lines),) = nixl([(make.p5en(), None, True, {"FAKE_GPU": device})], worker=("local", "enforce", device))
+    pinned, outcome = said(lines)
+    assert pinned.startswith("INFO rails: FI_EFA_IFACE=rdmap85s0,rdmap86s0,rdmap87s0,rdmap88s0 (")
+    placement = next(one for one in place(machine) if str(one.node.where) == device)
+    assert outcome.startswith(f"INFO rails: {placement.name} on {placement.rails[0].rail} ")
+    assert outcome.endswith("as expected (grouping)")
+    (writer,) = (one for one in read(lines).writers.values() if one.created)
+    assert len(writer.created) == 4, "the rails of other switches were opened"
+    assert writer.mapped == {rail.rail for rail in placement.rails}
+
+
+def test_a_worker_on_neuron_opens_one_rail_whatever_libnrt_says(nixl) -> None:
+    """Even where libnrt names nothing, or another device, memory can only be on the rail that is shown."""
+    answers = [{"FAKE_NRT": "0000:c9:00.0"}, {"FAKE_NRT": "0000:ca:00.0"}, {}]
+    cases = [(make.trn2(), None, True, more) for more in answers]
+    for _, lines in nixl(cases, worker=("local", "warn", "0000:cc:00.0")):
+        pinned, outcome = said(lines)
+        assert "FI_EFA_IFACE=rdmap201s0 (" in pinned
+        (writer,) = (one for one in read(lines).writers.values() if one.created)
+        assert [one.name for one in writer.created.values()] == ["rdmap201s0"]
+        assert writer.mapped == {"rdmap201s0"}
+        assert outcome.startswith("INFO rails: neuron 0")
+
+
+def test_a_worker_whose_memory_is_anothers_is_refused(nixl) -> None:
+    """A platform that names the wrong device, say: the log has the GPU whose memory it is."""
+    ((_, lines),) = nixl(
+        [(make.p5en(), None, True, {"FAKE_GPU": "0000:5a:00.0"})], worker=("local", "enforce", "0000:59:00.0")
+    )
+    assert said(lines)[-1].startswith("ERROR rails: device 0000:5a:00.0 is registered on rdmap87s0, rdmap88s0")

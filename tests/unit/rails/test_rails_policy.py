@@ -68,7 +68,18 @@ def test_all_leaves_the_variable_alone(read) -> None:
 @pytest.mark.parametrize("setting", ["local", "all", ["rdmap110s0"]])
 @pytest.mark.parametrize(
     ("preset", "count"),
-    [("rdmap201s0", 1), ("rdmap201s0, rdmap202s0", 2), ("all", 16), ("rdmap201s0-rdm", 1), ("nothing", 0)],
+    [
+        ("rdmap201s0", 1),
+        ("rdmap201s0,rdmap202s0", 2),
+        ("all", 16),
+        ("nothing", 0),
+        # As libfabric reads them: a space or an endpoint type is no part of a device's name.
+        ("rdmap201s0, rdmap202s0", 1),
+        ("rdmap201s0-rdm", 0),
+        (" ", 0),
+        ("rdmap20", 0),
+        ("rdmap2010s0,rdmap201s0", 1),
+    ],
 )
 def test_what_is_set_already_stays(read, setting, preset, count) -> None:
     environment = {VARIABLE: preset}

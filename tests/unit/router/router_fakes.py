@@ -49,6 +49,10 @@ class FakeEngine:
         self.info = {"host": "127.0.0.1", "port": "5600", "tp_size": "1", "pp_size": "1", "mode": "push"} | info
         self.calls: list[Call] = []
         self.probes: list[Call] = []
+        self.introductions: list[list[str]] = []
+        self.takes_introductions = True
+        self.introduction_answered = asyncio.Event()
+        self.introduction_answered.set()
         self.arrival = asyncio.Condition()
         self.behave = None
         self.hold = asyncio.Event()
@@ -113,7 +117,13 @@ class FakeEngine:
     async def _complete(self, request):
         body = await request.json()
         call = Call(request.path, request.headers.copy(), body, asyncio.get_running_loop().time())
-        if (body.get("kv_transfer_params") or {}).get("kvxfer_probe"):
+        params = body.get("kv_transfer_params") or {}
+        if "kvxfer_peers" in params:
+            assert params["kvxfer_probe"], "only a probe may name peers"
+            self.introductions.append(params["kvxfer_peers"])
+            await self.introduction_answered.wait()
+            return self.json(call) if self.takes_introductions else web.Response(status=500)
+        if params.get("kvxfer_probe"):
             self.probes.append(call)
             return self.json(call, self.coordinates() | self.probe_answer)
         self.calls.append(call)

@@ -194,3 +194,98 @@ def test_a_slow_engine_delays_no_other_and_is_told():
             assert body["engines"][0]["healthy"]
 
     run(main())
+
+
+async def introduced(engine, count):
+    """Wait until an engine has been told of others so often, and return what it was told."""
+    for _ in range(1000):
+        if len(engine.introductions) >= count:
+            return engine.introductions
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"{count} introductions wanted, have {engine.introductions}")
+
+
+async def introduced_to(engine, *addresses):
+    """Wait until an engine has been told of all of these, and of each once."""
+    for _ in range(1000):
+        told = [one for introduction in engine.introductions for one in introduction]
+        if sorted(told) == sorted(addresses):
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"{addresses} wanted, have {engine.introductions}")
+
+
+def test_each_decode_engine_is_told_once_of_each_prefill_engine_and_no_prefill_engine_of_any():
+    async def main():
+        (p, d), p1, d1 = pair(), FakeEngine("kv_producer", "p1", port="5601"), FakeEngine("kv_consumer", "d1")
+        async with routed([p, p1], [d, d1]):
+            for decode in (d, d1):
+                await introduced_to(decode, "127.0.0.1:5600", "127.0.0.1:5601")
+            before = d.introductions + d1.introductions
+            await asyncio.sleep(0.2)  # several checks
+            assert d.introductions + d1.introductions == before
+            assert p.introductions == p1.introductions == []
+
+    run(main())
+
+
+def test_a_wildcard_host_is_introduced_by_its_urls_and_ipv6_in_brackets():
+    async def main():
+        p, d = pair(host="0.0.0.0")
+        p1 = FakeEngine("kv_producer", "p1", host="fd00::1", port="5601")
+        async with routed([p, p1], [d]):
+            await introduced_to(d, "127.0.0.1:5600", "[fd00::1]:5601")
+
+    run(main())
+
+
+@pytest.mark.parametrize("which", ["prefill", "decode"])
+def test_who_comes_back_is_introduced_again(which):
+    async def main():
+        p, d = pair()
+        async with routed([p], [d]) as router:
+            assert await introduced(d, 1) == [["127.0.0.1:5600"]]
+            gone = p if which == "prefill" else d
+            gone.ok = False
+            await router.until(503, url=gone.url, healthy=False)
+            gone.ok = True
+            assert await introduced(d, 2) == [["127.0.0.1:5600"]] * 2
+
+    run(main())
+
+
+def test_an_engine_that_takes_no_introduction_is_used_all_the_same_and_it_is_said_once(caplog):
+    async def main():
+        p, d = pair()
+        d.takes_introductions = False
+        async with routed([p], [d]) as router:
+            await introduced(d, 3)
+            assert (await router.json(prompt="x"))[0] == 200
+            d.takes_introductions = True
+            count = len(await introduced(d, 4))
+            await asyncio.sleep(0.2)
+            assert len(d.introductions) <= count + 1, "it has taken one"
+
+    run(main())
+    said = [record.getMessage() for record in caplog.records if "could not be introduced" in record.getMessage()]
+    assert len(said) == 1
+    assert "127.0.0.1:5600" in said[0]
+    assert "500" in said[0]
+
+
+def test_an_introduction_that_is_not_answered_delays_no_check_and_no_other_introduction():
+    async def main():
+        (p, d), d1 = pair(), FakeEngine("kv_consumer", "d1")
+        d.introduction_answered.clear()
+        async with routed([p], [d, d1]) as router:
+            await introduced(d, 1)
+            await introduced(d1, 1)
+            p.ok = False
+            await router.until(503, url=p.url, healthy=False)
+            p.ok = True
+            await router.until(200, url=p.url, healthy=True)
+            assert await introduced(d1, 2)
+            assert len(d.introductions) == 1
+            d.introduction_answered.set()
+
+    run(main())

@@ -234,6 +234,16 @@ def test_an_idle_channel_sleeps(engines) -> None:
 # --- two that do not --------------------------------------------------------------------------------------------------
 
 
+def test_what_has_time_is_done_first_when_something_wakes_the_thread(engines) -> None:
+    control = engines("a").control
+    woken = threading.Event()
+    done: list[str] = []
+    control.call(lambda _now: done.append("has time"), wake=False)
+    control.call(lambda _now: (done.append("has none"), woken.set()))
+    assert woken.wait(5.0)
+    assert done == ["has time", "has none"]
+
+
 def test_engines_that_do_not_fit_refuse_each_other_and_say_why(engines, secret) -> None:
     p, d = engines("p", secret=secret), engines("d", model="other", secret=secret)
     d.control.connect(p.address())

@@ -79,6 +79,8 @@ class Storm:
                 return draw.choice(["because", "prefill", "decode", "zebra", "a\nb" * 50])
             case "ready" | "again":
                 return draw.random() < 0.5
+            case "what":
+                return draw.choice(["ask", "come", "done"])
             case "counters":
                 return {}
             case "records":
@@ -195,6 +197,7 @@ def sizes(rank: Rank) -> dict[str, int]:
         "sink": len(mover.sink),
         "cards": len(mover.transfers.reach._cards),
         "agents": len(mover.transfers.reach._agents),
+        "approached": sum(map(len, mover._approaches._tables)),
         "records": len(mover.records._open),
         "inbox": len(mover.transfers.keeper.agent.inbox),
     }
@@ -205,7 +208,7 @@ def storm(seed: int, volume: int, secret: Secret | None, caplog, *, by_socket: i
     fabric = TwinFabric(seed=seed)
     # A machine that is busy elsewhere must not look like a peer that was silenced.
     settings = {"leg_timeout": 3.0, "secret": secret, "timing": Timing(0.1, 30.0, 10.0, 0.1)}
-    p, d = Rank("prefill", fabric, **settings), Rank("decode", fabric, **settings)
+    p, d = (Rank(name, fabric, eager=True, **settings) for name in ("prefill", "decode"))
     zebra = Rank("zebra", fabric, **settings)
     zebra.card = RankCard("zebra", "lone", 0, 1, 0, 1, "LIBFABRIC", zebra.cache, zebra.mover.transfers.keeper.metadata)
     victims = [p, d]
@@ -263,6 +266,7 @@ def storm(seed: int, volume: int, secret: Secret | None, caplog, *, by_socket: i
         assert peak < 200 << 20, f"{peak:,} bytes"
         assert largest["sessions"] <= min(MAX_SESSIONS, STRANGERS + 4), largest
         assert largest["cards"] <= STRANGERS + 4, largest
+        assert largest["approached"] <= 3 * (STRANGERS + 4), largest
         assert largest["parked"] <= MAX_PARKED * (STRANGERS + 1), largest
         assert largest["ended"] <= 4096, largest
         assert largest["said"] <= MAX_LINES + 1, largest

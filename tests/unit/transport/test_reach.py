@@ -6,11 +6,14 @@ import time
 
 import pytest
 
+from kvxfer.bench.lone import LoneRank
 from kvxfer.errors import TransportError
 from kvxfer.protocol.ids import HandoffId, RankId
+from kvxfer.transport import commands as cmd
 from kvxfer.transport.reach import KEPT, Reach
 from kvxfer.transport.threads import STUCK, Round
 from kvxfer.transport.twin import TwinAgent, TwinFabric
+from kvxfer_host import HostPlatform
 from tests.support.ranks import FAST, Rank, wait_until
 
 A, B = RankId("a", "1", 0), RankId("b", "1", 0)
@@ -166,3 +169,20 @@ def test_a_thread_that_is_caught_is_told_of() -> None:
         watched.check("a rank 0", 101.0 + STUCK, alive=True)
     with pytest.raises(TransportError, match="a rank 0: the mover has ended"):
         watched.check("a rank 0", 100.0, alive=False)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_engine_hears_at_every_step_whether_its_mover_goes_on() -> None:
+    fabric = TwinFabric()
+    rank = LoneRank("a", lambda name: TwinAgent(name, fabric))
+    try:
+        mover = rank.mover
+        for _ in range(100):
+            mover.check()
+        mover.turn = lambda _wait: 1 / 0  # type: ignore[method-assign]  # a defect that nothing guards against
+        mover.post(cmd.StepEnd(HostPlatform(fence_delay=0).fence()))
+        mover.join(10.0)
+        with pytest.raises(TransportError, match="rank 0: the mover has ended"):
+            mover.check()
+    finally:
+        rank.close()

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvxfer.protocol.ids import HandoffId
-from kvxfer.transport.commands import EngineAddress, SinkOpen, SourceFinish, SourceProgress, Step
+from kvxfer.transport.commands import EngineAddress, SinkOpen, SourceFinish, SourceProgress, Step, packed
 from kvxfer.transport.steps import Steps
 
 
@@ -21,7 +21,7 @@ class Fence:
 
 
 def progress(request: str, final: int = 4) -> SourceProgress:
-    return SourceProgress(request, (final,), final)
+    return SourceProgress(request, packed([final]), final)
 
 
 def finish(request: str) -> SourceFinish:

@@ -1,0 +1,67 @@
+"""What a step carries between the halves: one constant object, pickled by name, in every step that changes nothing."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from kvxfer.connector.metadata import NOTHING, StepMetadata
+from kvxfer.transport.commands import SinkCancel, Step
+from kvxfer.transport.twin import TwinFabric
+from tests.contract.test_hooks import check, decode_leg, engines, prefill_leg, prompt, run, tiny  # noqa: F401 - fixtures
+
+pytestmark = pytest.mark.contract
+
+
+def test_nothing_is_itself_wherever_it_is_read():
+    packed = pickle.dumps({"output": [NOTHING]}, pickle.HIGHEST_PROTOCOL)
+    assert pickle.loads(packed)["output"][0] is NOTHING
+    script = (
+        "import sys, pickle\n"
+        "metadata = pickle.loads(sys.stdin.buffer.read())['output'][0]\n"
+        "from kvxfer.connector.metadata import NOTHING\n"
+        "assert metadata is NOTHING, metadata\n"
+    )
+    subprocess.run([sys.executable, "-c", script], input=packed, check=True)
+
+
+def test_a_step_that_changes_something_arrives_whole():
+    step = Step(cancelled=[SinkCancel("d", "gave up")])
+    read = pickle.loads(pickle.dumps(StepMetadata(step)))
+    assert read is not NOTHING
+    assert read.step == step
+    assert pickle.loads(pickle.dumps(StepMetadata(Step()))) is not NOTHING, "only the one object is read as it"
+
+
+@pytest.mark.parametrize("mode", ["push", "pull"])
+def test_steps_in_which_nothing_is_new_carry_nothing(engines, mode) -> None:  # noqa: F811
+    fabric = TwinFabric()
+    p, d = engines("p", fabric, mode=mode, runner="v1"), engines("d", fabric, mode=mode, runner="v1")
+    said: dict[str, list[StepMetadata]] = {"p": [], "d": []}
+    for engine in (p, d):
+        build = engine.scheduler.connector.build_connector_meta
+
+        def noting(output, build=build, name=engine.name):
+            said[name].append(build(output))
+            return said[name][-1]
+
+        engine.scheduler.connector.build_connector_meta = noting
+    tokens = prompt(150, 1)  # three steps of prefill
+    d.add("d", tokens, decode_leg(p, "t"), max_tokens=40)
+    for _ in range(100):
+        d.step()
+    p.add("p", tokens, prefill_leg("t"))
+    run(p, d)
+    check(p, d)
+    told = {name: [one.step for one in steps if one is not NOTHING] for name, steps in said.items()}
+    assert len(said["d"]) > 130
+    assert len(told["d"]) == 1, (
+        "one step says that blocks were allocated; none of those that wait or decode says anything"
+    )
+    assert len(told["p"]) <= 4, "one for each chunk, and one for the end"
+    assert not NOTHING.step, "nobody has written into it"

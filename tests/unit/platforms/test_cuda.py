@@ -1,0 +1,263 @@
+"""The CUDA platform passes the suite over doubles of torch.cuda, of the driver, and of the machine; and what is its own."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+
+import pytest
+
+from kvxfer.errors import PlatformError
+from kvxfer.layout.maps import spell
+from kvxfer.platform import Geometry, LayerGroup
+from kvxfer_cuda import CudaPlatform
+from kvxfer_cuda import platform as module
+from kvxfer_cuda.driver import OVERRIDE
+from tests.unit.platforms.cuda_doubles import COMPILER, FakeCuda, OnGpu, compile_driver
+from tests.unit.rails import topologies as make
+
+pytest.register_assert_rewrite("tests.unit.platforms.conformance")
+from tests.unit.platforms.conformance import PlatformConformance  # noqa: E402
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C compiler")
+
+BLOCKS, TOKENS, HEADS, DIM = 6, 16, 2, 8
+GPUS = "0000:59:00.0,0000:5A:00.0"  # of p5en.48xlarge; the driver writes capitals
+
+
+@pytest.fixture(scope="module")
+def libcuda(tmp_path_factory):
+    return compile_driver(tmp_path_factory.mktemp("driver"))
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch, libcuda):
+    """Two GPUs, whose work is late."""
+    cuda = FakeCuda(delay=0.02)
+    monkeypatch.setattr(module, "_torch_cuda", lambda: cuda)
+    monkeypatch.setenv(OVERRIDE, str(libcuda))
+    monkeypatch.setenv("FAKE_GPUS", GPUS)
+    return cuda
+
+
+def geometry_of(*layers: str, backends=("FLASH_ATTN",), dtype: str = "auto", **more) -> Geometry:
+    numbered = tuple((name, number) for number, name in enumerate(layers))
+    what = {"heads": tuple(range(HEADS)), "total_heads": HEADS, "head_size": DIM, **more}
+    return Geometry((LayerGroup(numbered, TOKENS, **what),), BLOCKS, dtype, backends)
+
+
+class TestCuda(PlatformConformance):
+    """vLLM 0.29's HND (LBHNC): [blocks, heads, tokens, K + V] a layer, each in a storage of its own."""
+
+    @pytest.fixture(autouse=True)
+    def _gpu(self, gpu):
+        self.cuda = gpu
+
+    def make_platform(self) -> CudaPlatform:
+        return CudaPlatform()
+
+    def make_caches(self):
+        shape = (BLOCKS, HEADS, TOKENS, 2 * DIM)
+        caches = {f"model.layers.{i}.attn": OnGpu(torch.zeros(shape, dtype=torch.bfloat16)) for i in range(3)}
+        return caches, geometry_of(*caches)
+
+    def misshapen(self, caches):
+        wrong = OnGpu(torch.zeros((BLOCKS, HEADS + 1, TOKENS, 2 * DIM), dtype=torch.bfloat16))
+        return {**caches, "model.layers.1.attn": wrong}
+
+    def copy_memory(self, target, origin, length) -> None:
+        ctypes.memmove(target, origin, length)
+
+    def launch(self, platform, seconds):
+        done = threading.Event()
+        self.cuda.stream_now().launch(lambda: (time.sleep(seconds), done.set()))
+        return done.is_set
+
+    @pytest.fixture(autouse=True)
+    def _allocate_on_the_host(self, monkeypatch):
+        monkeypatch.setattr(CudaPlatform, "_on", lambda self, device: "cpu")
+
+
+class TestCudaTokenMajor(TestCuda):
+    """NHD (LBNHC): a view of [blocks, tokens, heads, K + V]."""
+
+    def make_caches(self):
+        shape = (BLOCKS, TOKENS, HEADS, 2 * DIM)
+        tensors = [torch.zeros(shape, dtype=torch.bfloat16).transpose(1, 2) for _ in range(3)]
+        caches = {f"model.layers.{i}.attn": OnGpu(tensor) for i, tensor in enumerate(tensors)}
+        return caches, geometry_of(*caches)
+
+
+class TestCudaBlockMajor(TestCuda):
+    """A block of all layers in one piece (BLHNC, "cross-layer blocks")."""
+
+    def make_caches(self):
+        whole = torch.zeros((BLOCKS, 3, HEADS, TOKENS, 2 * DIM), dtype=torch.bfloat16)
+        caches = {f"model.layers.{i}.attn": OnGpu(whole[:, i]) for i in range(3)}
+        return caches, geometry_of(*caches)
+
+    def test_it_is_registered_once_and_a_block_of_all_layers_is_one_run(self) -> None:
+        caches, geometry = self.make_caches()
+        cache = self.make_platform().describe(caches, geometry)
+        assert len(cache.spans) == 1
+        assert spell(cache).startswith("k+v of layers 0-2, heads 0-1 as [block][layer][head][token 16][k+v]")
+
+
+class TestCudaPlanes(TestCuda):
+    """Up to 0.25: [blocks, 2, tokens, heads, channels]."""
+
+    def make_caches(self):
+        shape = (BLOCKS, 2, TOKENS, HEADS, DIM)
+        caches = {f"model.layers.{i}.attn": OnGpu(torch.zeros(shape, dtype=torch.float16)) for i in range(3)}
+        return caches, geometry_of(*caches)
+
+
+class TestCudaLatent(TestCuda):
+    """MLA: one latent a token, the same on every rank."""
+
+    def make_caches(self):
+        shape = (BLOCKS, TOKENS, 72)
+        caches = {f"model.layers.{i}.attn": OnGpu(torch.zeros(shape, dtype=torch.bfloat16)) for i in range(3)}
+        more = {"heads": (0,), "total_heads": 1, "head_size": 72, "kind": "MLAAttentionSpec"}
+        return caches, geometry_of(*caches, backends=("FLASHMLA",), **more)
+
+    def misshapen(self, caches):
+        return {**caches, "model.layers.1.attn": OnGpu(torch.zeros((BLOCKS, TOKENS + 1, 72), dtype=torch.bfloat16))}
+
+
+# --- the machine ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def p5en(tmp_path):
+    return make.write_sysfs(make.p5en(), tmp_path)
+
+
+def test_the_pci_address_is_the_drivers_answer(gpu) -> None:
+    assert [CudaPlatform().pci_address(device) for device in (0, 1)] == ["0000:59:00.0", "0000:5a:00.0"]
+
+
+def test_a_gpus_rails_are_its_share_of_its_switch(p5en, monkeypatch) -> None:
+    assert CudaPlatform(p5en).local_rails(0) == ["rdmap85s0", "rdmap86s0"]
+    assert CudaPlatform(p5en).local_rails(1) == ["rdmap87s0", "rdmap88s0"]
+    monkeypatch.setenv("FAKE_GPUS", "0000:5A:00.0")  # what CUDA_VISIBLE_DEVICES=1 makes of device 0
+    assert CudaPlatform(p5en).local_rails(0) == ["rdmap87s0", "rdmap88s0"]
+
+
+def test_no_rail_is_local_where_there_is_none_or_the_gpu_is_not_on_the_bus(p5en, tmp_path, monkeypatch) -> None:
+    assert CudaPlatform(tmp_path / "none").local_rails(0) is None
+    monkeypatch.setenv("FAKE_GPUS", "0000:01:00.0")
+    assert CudaPlatform(p5en).local_rails(0) is None
+
+
+def test_presence_goes_by_the_device_files(p5en, tmp_path) -> None:
+    assert CudaPlatform(p5en).presence().here
+    assert "nvidia0" in CudaPlatform(p5en).presence().why
+    absent = CudaPlatform(tmp_path / "none").presence()
+    assert (absent.here, "no nvidia0" in absent.why) == (False, True)
+
+
+def test_shared_memory_is_off_where_there_is_an_efa_device(tmp_path) -> None:
+    assert CudaPlatform(tmp_path).environment() == {}
+    (tmp_path / "sys/bus/pci/drivers/efa").mkdir(parents=True)
+    assert CudaPlatform(tmp_path).environment() == {}, "the driver is loaded, no device is there"
+    (tmp_path / "sys/bus/pci/drivers/efa/0000:55:00.0").mkdir()
+    assert CudaPlatform(tmp_path).environment() == {"FI_EFA_ENABLE_SHM_TRANSFER": "0"}
+
+
+def test_background_cpus_are_those_near_the_device_that_may_be_used(tmp_path, monkeypatch) -> None:
+    place = tmp_path / "sys/bus/pci/devices/0000:59:00.0"
+    place.mkdir(parents=True)
+    platform = CudaPlatform(tmp_path)
+    caches, geometry = TestCuda().make_caches()
+    assert platform.background_cpus() is None, "no cache was described"
+    platform.describe(caches, geometry)
+    assert platform.background_cpus() is None, "the kernel does not tell"
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 2, 9} if pid else {2})
+    for text, expected in (("0-3,8\n", {1, 2}), ("9", {9}), ("4-7", None), ("\n", None), ("what", None)):
+        (place / "local_cpulist").write_text(text)
+        assert platform.background_cpus() == expected
+
+
+# --- fences -----------------------------------------------------------------------------------------------------------
+
+
+def wait_for(fence) -> None:
+    deadline = time.monotonic() + 30.0
+    while not fence.done():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_a_fence_waits_for_the_stream_that_is_current_and_for_no_other(gpu) -> None:
+    platform, side, go = CudaPlatform(), gpu.Stream(), threading.Event()
+    with gpu.stream(side):
+        side.late.launch(go.wait)
+        held = platform.fence()
+    wait_for(platform.fence())
+    assert not held.done()
+    go.set()
+    wait_for(held)
+
+
+def test_events_are_used_again_only_after_they_have_passed(gpu) -> None:
+    platform = CudaPlatform()
+    first, second = platform.fence(), platform.fence()
+    assert gpu.made == 2
+    wait_for(first)
+    wait_for(second)
+    for _ in range(5):
+        wait_for(platform.fence())
+    assert gpu.made == 2
+    later = platform.fence()
+    assert first.done(), "a fence that has passed stays passed when its event is recorded again"
+    assert not later.done()
+
+
+def test_a_thread_that_asks_is_put_on_the_fences_device_first(gpu) -> None:
+    """It is born on device 0; asking there would make a context on somebody else's GPU."""
+    gpu.device = 1
+    fence = CudaPlatform().fence()
+    asked = threading.Thread(target=wait_for, args=(fence,))
+    asked.start()
+    asked.join()
+    assert gpu.devices_set == [1]
+
+
+def test_many_threads_that_ask_see_a_fence_pass_once_and_for_ever(gpu) -> None:
+    platform, wrong = CudaPlatform(), []
+
+    def ask(fences) -> None:
+        for fence in fences:
+            wait_for(fence)
+            wrong.extend(fence for _ in range(20) if not fence.done())
+
+    for _ in range(5):
+        fences = [platform.fence() for _ in range(4)]
+        threads = [threading.Thread(target=ask, args=(fences,)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert wrong == []
+    assert gpu.made <= 4
+
+
+# --- staging ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_staging_area_that_does_not_fit_names_what_to_change(monkeypatch) -> None:
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 TiB")
+
+    monkeypatch.setattr(torch, "empty", full)
+    with pytest.raises(PlatformError, match=r"2,000 bytes .* device 1 .* staging_bytes=0 .*out of memory"):
+        CudaPlatform().staging(2000, 1)
+
+
+def test_staging_is_on_the_device_and_only_where_it_is_asked_for() -> None:
+    assert CudaPlatform()._on(3) == "cuda:3"
+    assert not CudaPlatform.stages_unasked
