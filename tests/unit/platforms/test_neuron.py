@@ -9,8 +9,9 @@ import time
 
 import pytest
 
-from kvxfer.errors import ConfigError, PlatformError
+from kvxfer.errors import ConfigError, PlatformError, RailsError
 from kvxfer.platform import Geometry, LayerGroup
+from kvxfer.rails.pinning import WorkerRails
 from kvxfer_neuron import NeuronPlatform
 from tests.unit.platforms.neuron_doubles import (
     READY,
@@ -390,6 +391,32 @@ def test_neuron_ls_tells_where_devices_are_that_no_table_has(tmp_path, libnrt) -
     rig.ls = neuron_ls({5: "4d:00.0"})
     assert rig.platform().pci_address(0) == "0000:4d:00.0"
     assert rig.platform().local_rails(0) == ("rdmap76s0",), "0000:4c:00.0"
+
+
+@pytest.mark.parametrize(
+    ("attached", "preset", "kept"),
+    [
+        ("0000:57:00.0", None, "rdmap87s0"),
+        ("0000:56:00.0", None, "rdmap86s0"),  # what libnrt names is where NIXL puts it
+        ("0000:57:00.0", "rdmap86s0", "rdmap86s0"),  # vllm-neuron's own pin
+        ("", None, "rdmap87s0"),  # libnrt does not answer: AWS's map
+    ],
+)
+def test_a_worker_is_kept_to_its_efa_device(rig, attached, preset, kept) -> None:
+    rig.double.attach(DEVICE, attached)
+    environment = {} if preset is None else {"FI_EFA_IFACE": preset}
+    WorkerRails(("local", "warn"), "LIBFABRIC", rig.described(), 0, environment, rig.root)
+    assert environment["FI_EFA_IFACE"] == kept
+
+
+def test_a_worker_whose_device_is_not_known_is_kept_to_nothing_and_that_is_said(rig, caplog) -> None:
+    del rig.environment["NEURON_RT_VISIBLE_CORES"]
+    environment: dict[str, str] = {}
+    WorkerRails(("local", "warn"), "LIBFABRIC", rig.described(), 0, environment, rig.root)
+    assert "FI_EFA_IFACE" not in environment
+    assert "KVXFER_NEURON_DEVICE" in caplog.text
+    with pytest.raises(RailsError, match="KVXFER_NEURON_DEVICE"):
+        WorkerRails(("local", "enforce"), "LIBFABRIC", rig.described(), 0, environment, rig.root)
 
 
 # --- fences -----------------------------------------------------------------------------------------------------------
