@@ -60,7 +60,7 @@ class LoneRank:
     """One engine of a single rank.
 
     ``make_agent`` gets the agent's name. ``changes`` override fields of the plane that peers are told; ``settings`` the mover's.
-    ``staging_bytes``: of an area in which it re-packs what it receives.
+    ``staging_bytes``: of an area in which it re-packs what it receives. ``cache`` is memory of the caller's in place of its own.
     """
 
     def __init__(
@@ -84,11 +84,12 @@ class LoneRank:
         port: int = 0,
         secret: Secret | None = None,
         staging_bytes: int = 0,
+        cache: CacheMap | None = None,
         **settings: Any,
     ) -> None:
         self.block_size = block_size
         self.memory = np.zeros((layers, num_blocks, block_bytes), dtype=np.uint8)
-        self.cache = layer_major(self.memory, block_size, **(changes or {}))
+        self.cache = cache or layer_major(self.memory, block_size, **(changes or {}))
         self.me = RankId(engine, secrets.token_hex(4), 0)
         self.platform = platform or HostPlatform(fence_delay=0)
         self.staging = self.platform.staging(staging_bytes, 0) if staging_bytes else None

@@ -13,9 +13,10 @@ if TYPE_CHECKING:
 
 def examine(host: Host) -> list[Finding]:
     """Run every check on a host."""
-    from kvxfer.doctor import fabric, hardware, software
+    from kvxfer.doctor import fabric, hardware, neuron, software
 
-    return [finding for check in (*software.CHECKS, *hardware.CHECKS, *fabric.CHECKS) for finding in check(host)]
+    checks = (*software.CHECKS, *hardware.CHECKS, *neuron.CHECKS, *fabric.CHECKS)
+    return [finding for check in checks for finding in check(host)]
 
 
 def doctor(*, json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False) -> None:

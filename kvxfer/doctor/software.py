@@ -73,7 +73,7 @@ def check_nixl(host: Host) -> Iterator[Finding]:
     found = [
         (name, package) for name in ("nixl-cu13", "nixl-cu12", "nixl") if (package := host.package(name)) is not None
     ]
-    cure = "pip install 'kvxfer[neuron]', 'kvxfer[cuda]' or, without an accelerator, 'kvxfer[local]'"
+    cure = "pip install 'kvxfer[vllm-neuron]', 'kvxfer[cuda]' or, without an accelerator, 'kvxfer[local]'"
     if not found:
         yield Finding("nixl", "problem", "NIXL is not installed", cure)
         return

@@ -14,6 +14,7 @@ device is not attached, the tree decides, and the reason is said.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -112,7 +113,7 @@ def _neuron(
         if efa is not None and efa in machine.rails:
             return placed((efa,), "nrt", "libnrt names it for memory of this device", (said,))
         return placed((), "nrt", f"libnrt names {said}, which is no EFA device that can be opened here", (said,))
-    known = _known(machine, index, node)
+    known = _known(machine, node)
     named = INSTANCE_TYPES.get(machine.instance_type)
     if named is not None and not named.efas:
         return placed((), "aws-map", f"{named.name} has no EFA device attached to a Neuron device", ())
@@ -141,7 +142,7 @@ def _neuron(
     return placed(found.rails, "pcie-switch", f"{doubt}; all EFA devices of {switch.label}", answer)
 
 
-def _known(machine: Machine, index: int, node: Node) -> tuple[NeuronPair, InstanceType] | None:
+def _known(machine: Machine, node: Node) -> tuple[NeuronPair, InstanceType] | None:
     """Return what AWS's maps say of a device, by its address or, where the driver numbers it, by its index.
 
     Nothing where the maps that may hold here do not agree.
@@ -150,7 +151,7 @@ def _known(machine: Machine, index: int, node: Node) -> tuple[NeuronPair, Instan
     for row in _rows(machine, node):
         pair = row.pair_at(node.where)
         if pair is None and node.where in machine.neuron_index:
-            pair = row.pair_of(index)
+            pair = row.pair_of(machine.neuron_index[node.where])
         if pair is not None:
             found.append((pair, row))
     return found[0] if len({pair.efa for pair, _ in found}) == 1 else None
@@ -161,11 +162,18 @@ def _rows(machine: Machine, node: Node) -> list[InstanceType]:
 
 
 def _numbers(machine: Machine) -> dict[Node, int]:
-    """Number the Neuron devices: the driver's own numbers, else those of the published addresses, else PCI order."""
-    if machine.neuron_index and all(node.where in machine.neuron_index for node in machine.neurons):
-        return {node: machine.neuron_index[node.where] for node in machine.neurons}
+    """Number the Neuron devices: the driver's own numbers, else those of the published addresses, else PCI order.
+
+    In a container the driver's tools may tell of some alone; the others then have what numbers are left.
+    """
+    told = {node: machine.neuron_index[node.where] for node in machine.neurons if node.where in machine.neuron_index}
+    if len(told) == len(machine.neurons):
+        return told
     for row in _rows(machine, machine.neurons[0]) if machine.neurons else ():
         pairs = {node: row.pair_at(node.where) for node in machine.neurons}
-        if None not in pairs.values():
-            return {node: pair.index for node, pair in pairs.items() if pair is not None}
-    return {node: index for index, node in enumerate(_in_pci_order(machine.neurons))}
+        known = {node: pair.index for node, pair in pairs.items() if pair is not None}
+        if len(known) == len(machine.neurons) and known == {**known, **told}:
+            return known
+    others = [node for node in _in_pci_order(machine.neurons) if node not in told]
+    left = (index for index in itertools.count() if index not in told.values())
+    return {**told, **dict(zip(others, left, strict=False))}

@@ -198,7 +198,7 @@ def _find_plugin(backend: str) -> SharedObject:
     if not installed:
         raise NativeLibraryError(
             f"NIXL is not installed in {sys.prefix} (no distribution {', '.join(wheels)}): pip install "
-            "'kvxfer[neuron]' on Trainium, 'kvxfer[cuda]' on CUDA, 'kvxfer[local]' on a host without an accelerator"
+            "'kvxfer[vllm-neuron]' on Trainium, 'kvxfer[cuda]' on CUDA, 'kvxfer[local]' on a host without an accelerator"
         )
     raise NativeLibraryError(
         f"{', '.join(installed)} in {sys.prefix} has no {name}: choose another backend, install nixl 1.3 or newer, or "

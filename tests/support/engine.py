@@ -102,10 +102,7 @@ class SimEngine:
                 hash_block_size=block_size,
                 log_stats=False,
             )
-        # [blocks, heads, tokens, content]: the tag is repeated over a position's content
-        self.caches = {
-            layer: torch.zeros((num_blocks, HEADS, block_size, 2 * DIM), dtype=torch.float32) for layer in names
-        }
+        tensors, self.caches = self._allocate(names, num_blocks)
         platform_here = self.platform
 
         class Worker(WorkerHalf):
@@ -118,9 +115,9 @@ class SimEngine:
             self.worker = self.connector_class(self.config, connectors.KVConnectorRole.WORKER, self.kv_config)
             kv_transfer_state._KV_CONNECTOR_AGENT = self.worker
             if runner == "v2":
-                self.active = ActiveKVConnector(self.config, self.caches)
+                self.active = ActiveKVConnector(self.config, tensors)
             else:
-                self.worker.register_kv_caches(self.caches)
+                self.worker.register_kv_caches(tensors)
         self.scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): self.worker.get_handshake_metadata()})
         self.tables: dict[str, list[int]] = {}
         self.outputs: dict[str, list[int]] = {}
@@ -129,6 +126,15 @@ class SimEngine:
         self.params: dict[str, Any] = {}
         self.problems: list[str] = []
         self.steps = 0
+
+    def _allocate(self, layers: list[str], num_blocks: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the tensors that the connector is handed, and views of them as [blocks, heads, tokens, …].
+
+        The tag is repeated over what is behind the token.
+        """
+        shape = (num_blocks, HEADS, self.block_size, 2 * DIM)
+        caches = {layer: torch.zeros(shape, dtype=torch.float32) for layer in layers}
+        return caches, caches
 
     # --- requests ---------------------------------------------------------------------------------------------------
 

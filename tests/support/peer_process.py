@@ -1,6 +1,6 @@
 """A rank in a process of its own, over real NIXL, driven by lines of JSON on its standard input. Run as a module.
 
-Commands: fill, prefill, open, wait, cancel, digest, arrived, record, idle, clock, keep, busy, counters, connections, sessions, quit. Each is answered by one line of JSON.
+Commands: fill, put, wrong, prefill, open, wait, cancel, digest, arrived, record, idle, clock, keep, busy, counters, connections, sessions, quit. Each is answered by one line of JSON.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from kvxfer.protocol.peers import Timing
 from kvxfer.transport import commands as cmd
 from kvxfer.transport.nixl import NixlAgent
 from kvxfer.transport.secret import load_secret
+from tests.support.laid_out import KINDS
 from tests.support.ranks import Rank
 
 
@@ -48,6 +49,10 @@ class Driver:
         # A release of another wire version differs in this number at least.
         messages.WIRE_VERSION = auth.WIRE_VERSION = options.pop("wire", messages.WIRE_VERSION)
         timing = options.pop("timing", (0.5, 5.0, 2.0, 0.2))
+        layout = options.pop("layout", None)
+        self.laid_out = None if layout is None else KINDS[layout]()
+        if self.laid_out is not None:
+            options |= {"cache": self.laid_out.cache, "block_size": self.laid_out.block}
         self.rank = Rank(
             make_agent=lambda name: Agent(name, backend),
             timing=Timing(*timing),
@@ -57,6 +62,13 @@ class Driver:
 
     def fill(self, blocks, seed):
         self.rank.fill(blocks, seed)
+
+    def put(self, **what):
+        """Fill a cache of an engine's layout (``laid_out``) by position."""
+        self.laid_out.put(**what)
+
+    def wrong(self, **what):
+        return self.laid_out.wrong(**what)
 
     def prefill(self, handoff, request, blocks, tokens, chunks=1):
         self.rank.prefill(HandoffId(handoff), request, blocks, tokens, chunks)

@@ -137,6 +137,28 @@ def test_aws_own_packages(host) -> None:
 
 
 @pytest.mark.parametrize(
+    ("setting", "state", "said", "cure"),
+    [
+        ({"NEURON_RT_MAP_HBM": "0"}, "problem", "HBM is not mapped", "NEURON_RT_MAP_HBM=1"),
+        ({"NEURON_RT_MAP_HBM": "yes"}, "problem", "HBM is not mapped", "NEURON_RT_MAP_HBM=1"),
+        ({"FI_HMEM_DISABLE_P2P": "1"}, "problem", "peer to peer or not at all", "unset FI_HMEM_DISABLE_P2P"),
+        ({"VLLM_PLUGINS": "neuron"}, "warning", "leaves kvxfer's plugin out", "add kvxfer to VLLM_PLUGINS"),
+    ],
+)
+def test_settings_that_keep_peers_from_hbm(host, setting, state, said, cure) -> None:
+    environment = {"LD_LIBRARY_PATH": "/opt/aws/neuron/lib", "FI_EFA_ENABLE_SHM_TRANSFER": "0", **setting}
+    wrong(host(make.trn2(), environment=environment), "neuron settings", state, said, cure)
+
+
+@pytest.mark.parametrize(
+    "setting", [{"NEURON_RT_MAP_HBM": "true"}, {"FI_HMEM_DISABLE_P2P": "0"}, {"VLLM_PLUGINS": "neuron,kvxfer"}]
+)
+def test_settings_that_are_in_order(host, setting) -> None:
+    environment = {"LD_LIBRARY_PATH": "/opt/aws/neuron/lib", "FI_EFA_ENABLE_SHM_TRANSFER": "0", **setting}
+    assert only(examine(host(make.trn2(), environment=environment)), "neuron settings").state == "ok"
+
+
+@pytest.mark.parametrize(
     ("version", "state", "said"),
     [
         ("0.9.0", "problem", "0.10"),
@@ -146,7 +168,7 @@ def test_aws_own_packages(host) -> None:
     ],
 )
 def test_nixl_on_neuron(host, version, state, said) -> None:
-    wrong(host(make.trn2(), {"vllm": "0.29.0", "nixl-cu12": version}), "nixl", state, said, "kvxfer[neuron]")
+    wrong(host(make.trn2(), {"vllm": "0.29.0", "nixl-cu12": version}), "nixl", state, said, "kvxfer[vllm-neuron]")
 
 
 @pytest.mark.parametrize(("version", "state"), [("1.0.1", "warning"), ("1.3.0", "ok"), ("1.10.0", "ok")])

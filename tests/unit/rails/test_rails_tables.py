@@ -190,6 +190,26 @@ def test_trn3_by_the_drivers_numbers(read) -> None:
     assert as_expected(machine)
 
 
+def test_drivers_numbers_of_some_devices_alone(read) -> None:
+    """As neuron-ls prints them in a container. Each of those is where it says, and no number is there twice."""
+    machine = read(make.trn3("trn3.48xlarge"))
+    told = {Address.parse("0000:4d:00.0"): 5, Address.parse("0000:ec:00.0"): 2}
+    placements = place(dataclasses.replace(machine, neuron_index=told))
+    assert sorted(placement.index for placement in placements) == list(range(16))
+    by_address = {placement.node.where: placement for placement in placements}
+    assert {at: by_address[at].index for at in told} == told
+    (rail,) = by_address[Address.parse("0000:4d:00.0")].rails
+    assert str(rail.where) == "0000:4c:00.0", "device 5's, by AWS's map"
+
+
+def test_drivers_numbers_win_over_published_ones(read) -> None:
+    machine = read(make.trn2("trn2.48xlarge"))
+    told = {Address.parse("0000:59:00.0"): 5}
+    placements = place(dataclasses.replace(machine, neuron_index=told))
+    assert {placement.index for placement in placements if placement.node.where in told} == {5}
+    assert sorted(placement.index for placement in placements) == list(range(16))
+
+
 def test_trn3_without_numbers_is_mirrored_within_the_switch(read) -> None:
     machine = read(make.trn3())
     for placement in place(machine):
