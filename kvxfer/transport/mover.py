@@ -18,7 +18,6 @@ import logging
 import queue
 import threading
 import time
-from array import array
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
@@ -128,7 +127,6 @@ class Mover(threading.Thread):
         self._next_tick = 0.0
         self._linger_until = 0.0
         self._round = Round()
-        self._ended = False
 
     # --- for other threads ------------------------------------------------------------------------------------------
 
@@ -145,12 +143,9 @@ class Mover(threading.Thread):
         self._mailbox.put(command)
 
     def check(self) -> None:
-        """Raise TransportError if the thread has ended, or is caught in a call: its process must then be restarted.
-
-        The engine thread asks at every step. While the mover waits, as it mostly does, that costs nothing but a look.
-        """
-        if self._round.since is not None or self._ended:
-            self._round.check(str(self.rank), self._clock(), alive=not self._ended)
+        """Raise TransportError if the thread has ended, or is caught in a call: its process must then be restarted."""
+        if self._round.worth_a_look():
+            self._round.check(str(self.rank), self._clock(), alive=not self._round.over)
 
     def stop(self, timeout: float = 5.0) -> None:
         """End the thread and close the agent."""
@@ -174,7 +169,7 @@ class Mover(threading.Thread):
             while self.turn(self._wait_time()):
                 pass
         finally:
-            self._ended = True
+            self._round.over = True
             try:
                 self.transfers.close_agent()
             except TransportError as error:
@@ -329,7 +324,7 @@ class Mover(threading.Thread):
             for end in finished:
                 self._run(self.source.finish(end.request_id, now, aborted=end.aborted, held=end.held, token=end.token))
             for one in progress:
-                self._run(self.source.progress(one.request_id, array("i", one.blocks), one.final, now))
+                self._run(self.source.progress(one.request_id, memoryview(one.blocks).cast("i"), one.final, now))
         for opened in self._steps.passed_sinks():
             if self.sink.request(opened.handoff) != opened.request_id:
                 continue  # cancelled or refused meanwhile

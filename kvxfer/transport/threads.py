@@ -26,9 +26,17 @@ STUCK = 90.0
 
 @dataclass(slots=True)
 class Round:
-    """When a thread's round began, for those who depend on it; None while it waits for something to do."""
+    """When a thread's round began, for those who depend on it; None while it waits for something to do.
+
+    ``over``: the thread has ended.
+    """
 
     since: float | None = None
+    over: bool = False
+
+    def worth_a_look(self) -> bool:
+        """Tell, at next to no cost, whether ``check`` could find anything: an engine thread asks at every step."""
+        return self.since is not None or self.over
 
     def lasts(self, now: float) -> float:
         """Return for how many seconds the round that is under way has lasted."""
