@@ -120,7 +120,6 @@ class Mover(threading.Thread):
         self._ready = threading.Event()
         self._start_error: BaseException | None = None
         self._revoking: float | None = None
-        self._slotless: dict[HandoffId, tuple[RankId, ...]] = {}  # for slots
         self._steps = Steps()
         self._openings = Openings(connect)
         self._staging = Staging(repack)
@@ -336,26 +335,19 @@ class Mover(threading.Thread):
         """Register a sink with its source's ranks, once it has the slots that it needs to be received, if any."""
         try:
             routes = {rank: self.transfers.route(rank, inward=True) for rank in ranks}
-            staged = self._staging.take(self._wanted(handoff), routes)
+            staged = self._staging.take(Wanted(handoff, *self.sink.span(handoff), self.cache.block_size), routes)
         except TransportError as error:
             self._run(self.sink.unreachable(handoff, str(error)))
             return
-        if staged is None:
-            self._slotless[handoff] = ranks
-        else:
+        if staged is not None:  # else ``ready`` names it later
             self._run(self.sink.connected(handoff, ranks, now, staged))
-
-    def _wanted(self, handoff: HandoffId) -> Wanted:
-        start, end, blocks = self.sink.span(handoff)
-        return Wanted(handoff, (start, end), blocks, self.cache.block_size)
 
     def _act_on_staging(self, now: float) -> None:
         for done in self._staging.packed():
             self._finish(done)
-        while (handoff := self._staging.ready()) is not None:
-            before = len(self._slotless)
-            self._register(handoff, self._slotless.pop(handoff), now)
-            if len(self._slotless) == before:
+        while (waiting := self._staging.ready()) is not None:
+            self._register(*waiting, now)
+            if self._staging.ready() == waiting:
                 return
 
     def _lose(self, rank: RankId, reason: str, granted_until: float, now: float, *, dead: bool = False) -> None:
@@ -464,7 +456,6 @@ class Mover(threading.Thread):
                 case SourceFinished():
                     self._finish(action)
                 case SinkFinished():
-                    self._slotless.pop(action.handoff, None)
                     if not self._staging.received(action):
                         self._finish(action)
                 case SourceQuiet():

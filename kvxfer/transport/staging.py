@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -35,9 +34,15 @@ class Wanted:
     """A handoff's part in staging: its positions, and the packed ids of its own blocks of ``block_size`` tokens."""
 
     handoff: HandoffId
-    span: tuple[int, int]
+    start: int
+    end: int
     blocks: bytes
     block_size: int
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """Positions [start, end)."""
+        return self.start, self.end
 
 
 @dataclass(slots=True)
@@ -57,7 +62,7 @@ class Staging:
         self._geometry: CacheMap | None = None
         self._free: list[int] = []
         self._staged: dict[HandoffId, _Staged] = {}
-        self._waiting: deque[HandoffId] = deque()
+        self._waiting: dict[HandoffId, tuple[RankId, ...]] = {}  # in the order in which they came
 
     def take(self, wanted: Wanted, routes: Mapping[RankId, Route]) -> dict[RankId, bytes] | None:
         """Take slots for a handoff from these source ranks: their packed ids, of ranks that write straight none.
@@ -74,14 +79,11 @@ class Staging:
                 f"{wanted.handoff} needs {need:,} slots to be re-packed and the staging area has {slots:,}: raise "
                 "staging_bytes, or set the same --block-size on both engines"
             )
-        if not self._fits({routes[rank].geometry for rank in needs}, slots, need) or (
-            self._waiting and self._waiting[0] != wanted.handoff
-        ):
-            if wanted.handoff not in self._waiting:
-                self._waiting.append(wanted.handoff)
+        first = next(iter(self._waiting), wanted.handoff)
+        if first != wanted.handoff or not self._fits({routes[rank].geometry for rank in needs}, slots, need):
+            self._waiting.setdefault(wanted.handoff, tuple(routes))
             return None
-        if self._waiting:
-            self._waiting.popleft()
+        self._waiting.pop(wanted.handoff, None)
         staged = _Staged(wanted, routes, {})
         for rank, count in needs.items():
             taken, self._free = self._free[:count], self._free[count:]
@@ -101,9 +103,9 @@ class Staging:
             self._geometry, self._free = geometry, list(range(slots))
         return len(self._free) >= need
 
-    def ready(self) -> HandoffId | None:
-        """Name who waits longest for slots; it must ``take`` again, or be ``closed``."""
-        return self._waiting[0] if self._waiting else None
+    def ready(self) -> tuple[HandoffId, tuple[RankId, ...]] | None:
+        """Name who waits longest for slots, with its source ranks: it takes again, or ends."""
+        return next(iter(self._waiting.items()), None)
 
     def received(self, done: SinkFinished) -> bool:
         """Note that a handoff has ended. True when it is re-packed first: ``packed`` returns it later."""
@@ -137,8 +139,7 @@ class Staging:
         return any(one.done is not None for one in self._staged.values())
 
     def _close(self, handoff: HandoffId) -> None:
-        if handoff in self._waiting:
-            self._waiting.remove(handoff)
+        self._waiting.pop(handoff, None)
         staged = self._staged.pop(handoff, None)
         if staged is not None:
             for slots in staged.slots.values():

@@ -113,7 +113,7 @@ def test_who_waits_for_slots_can_be_cancelled(ranks) -> None:
     wait_until(lambda: d.mover._staging._staged, what="the first has all slots")
     d.open(HandoffId("y"), "d2", p.address, [3, 4], 20)
     d.open(HandoffId("z"), "d3", p.address, [5, 6], 20)
-    wait_until(lambda: len(d.mover._slotless) == 2, what="two wait")
+    wait_until(lambda: len(d.mover._staging._waiting) == 2, what="two wait")
     d.begin(cancelled=[cmd.SinkCancel("d2", "client went away")])
     d.wait("d2")
     for i, name in ((1, "x"), (3, "z")):
@@ -176,7 +176,7 @@ def test_sources_of_unlike_blocks_share_the_area_one_after_the_other(ranks) -> N
     wait_until(lambda: d.mover._staging._staged, what="the first has slots")
     d.open(HandoffId("l"), "dl", large.address, [2], 12)
     large.prefill(HandoffId("l"), "pl", [1, 2], 12)
-    wait_until(lambda: d.mover._slotless, what="the second waits")
+    wait_until(d.mover._staging.ready, what="the second waits")
     small.prefill(HandoffId("s"), "ps", [1, 2, 3], 12)
     assert d.wait("ds").reason is None
     assert d.wait("dl").reason is None
@@ -196,7 +196,7 @@ def test_slots_are_nobody_elses_while_a_write_into_them_may_land(ranks) -> None:
     d.open(HandoffId("y"), "d2", p.address, [3, 4], 20)
     time.sleep(0.1)
     assert d.mover._staging._free == []
-    assert HandoffId("y") in d.mover._slotless
+    assert HandoffId("y") in d.mover._staging._waiting
     assert p.mover.transfers.in_flight, "the write is over: nothing was tested"
     d.wait("d1")
     p.prefill(HandoffId("y"), "p2", [1, 2, 3, 4, 5], 20)
