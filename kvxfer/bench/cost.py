@@ -23,6 +23,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import statistics
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -48,6 +49,7 @@ _MODULE = "kvxfer.bench.counted"
 _WARM_UP = 3
 _STREAM_PROMPT = 64
 _AT_REST, _REST_TIMEOUT = 0.06, 1.0  # seconds without a step, and how long to wait for that
+_RUN = 20  # tokens
 _FAILURES = 5  # in a turn
 
 
@@ -103,7 +105,7 @@ class Window:
 
     def report(self) -> dict[str, Any]:
         """What ``--json`` has of it."""
-        found: dict[str, Any] = {"tokens": len(self.gaps), "prompts": len(self.prefills)}
+        found: dict[str, Any] = {"tokens": len(self.gaps) * _RUN, "prompts": len(self.prefills)}
         for name, seconds in (("itl_ms", self.gaps), ("prefill_ms", self.prefills)):
             if seconds:
                 found[name] = spread([one * 1e3 for one in seconds], 3)
@@ -208,7 +210,7 @@ class Measurement:
         ]
         try:
             for one in await asyncio.gather(*streams):
-                window.gaps += one.gaps
+                window.gaps += paced(one.gaps)
         finally:
             if busy is not None:
                 self._ending = True
@@ -231,6 +233,11 @@ class Measurement:
         """Return a prompt that was not sent before."""
         self._prompts += 1
         return prompt_tokens(length, self._prompts)
+
+
+def paced(gaps: Sequence[float]) -> list[float]:
+    """Average the gaps between tokens over runs of ``_RUN``: a busy API server sends what has gathered in one go."""
+    return [statistics.fmean(gaps[at : at + _RUN]) for at in range(0, len(gaps) - _RUN + 1, _RUN)]
 
 
 def specs_for(connector: str, model: Path, python: str) -> tuple[EngineSpec, EngineSpec]:

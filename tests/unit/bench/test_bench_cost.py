@@ -251,7 +251,7 @@ def test_a_measurement_attributes_each_request_what_was_counted_for_it(tmp_path,
     monkeypatch.setattr(cost, "headers", lambda _directory: [])
     monkeypatch.setattr(cost, "_AT_REST", 0.001)
     settings = Settings(
-        repeats=4, prompt=16, answer=3, lengths=(8, 32), length_repeats=2, rounds=2, streams=2, stream_tokens=5
+        repeats=4, prompt=16, answer=3, lengths=(8, 32), length_repeats=2, rounds=2, streams=2, stream_tokens=50
     )
     directories = {where: tmp_path / where for where in ("decode", "prefill")}
     findings = Findings()
@@ -268,7 +268,7 @@ def test_a_measurement_attributes_each_request_what_was_counted_for_it(tmp_path,
         "8": 2, "16": 2, "32": 2,
     }  # fmt: skip
     windows = found["windows"]
-    assert {name: one["tokens"] for name, one in windows.items()} == dict.fromkeys(cost.WINDOWS, 2 * 2 * 4)
+    assert {name: one["tokens"] for name, one in windows.items()} == dict.fromkeys(cost.WINDOWS, 2 * 2 * 40)
     assert windows["quiet"]["prompts"] == 0
     assert "prefill_ms" not in windows["quiet"]
     assert windows["computing"]["prompts"] >= 2
@@ -351,7 +351,7 @@ def test_what_was_found_before_a_request_failed_is_kept_and_not_done_again(tmp_p
     monkeypatch.setattr(cost, "headers", lambda _directory: [])
     monkeypatch.setattr(cost, "_AT_REST", 0.001)
     monkeypatch.setattr(cost, "_WARM_UP", 1)
-    settings = Settings(repeats=3, prompt=4, answer=2, lengths=(2, 8), length_repeats=1, rounds=1, stream_tokens=3)
+    settings = Settings(repeats=3, prompt=4, answer=2, lengths=(2, 8), length_repeats=1, rounds=1, stream_tokens=30)
     findings = Findings()
     good = pair.to_decode.complete
     asked = itertools.count(1)
@@ -371,6 +371,13 @@ def test_what_was_found_before_a_request_failed_is_kept_and_not_done_again(tmp_p
     assert len(findings.requests) == 3
     assert {length: len(found) for length, found in findings.lengths.items()} == {2: 1, 4: 1, 8: 1}
     assert {window.rounds for window in findings.windows.values()} == {1}
+
+
+def test_tokens_that_arrive_together_are_as_far_apart_as_they_were_made():
+    bursts = [0.2, *[0.0] * 9] * 6  # ten at a time, each made in 0.02 s
+    assert cost.paced(bursts) == pytest.approx([0.02] * 3)
+    assert cost.paced(bursts[:59]) == pytest.approx([0.02] * 2), "what is no whole run is left out"
+    assert cost.paced([]) == []
 
 
 def test_an_engine_that_never_rests_is_read_all_the_same(tmp_path, monkeypatch):
