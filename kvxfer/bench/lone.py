@@ -16,6 +16,7 @@ import numpy as np
 
 from kvxfer.errors import TransportError
 from kvxfer.layout.card import RankCard
+from kvxfer.layout.check import MAX_CHANNELS
 from kvxfer.layout.maps import CacheMap, Group, Plane
 from kvxfer.layout.route import StagingArea
 from kvxfer.protocol.actions import SinkFinished, SourceFinished, SourceQuiet
@@ -39,10 +40,11 @@ def layer_major(memory: np.ndarray[Any, np.dtype[np.uint8]], block_size: int, **
     """Describe an array of bytes [layers, blocks, bytes of a block] as a cache; ``changes`` override fields of its plane."""
     layers, num_blocks, block_bytes = memory.shape
     base, stride, token = memory.ctypes.data, num_blocks * block_bytes, block_bytes // block_size
+    item = 1 if token <= MAX_CHANNELS else 8  # a layout has no more channels than that, of whatever size
     plane = Plane(
         name="kv",
         dtype="uint8",
-        item=1,
+        item=item,
         layers=tuple(range(layers)),
         bases=tuple(base + number * stride for number in range(layers)),
         heads=(0,),
@@ -50,7 +52,7 @@ def layer_major(memory: np.ndarray[Any, np.dtype[np.uint8]], block_size: int, **
         block_stride=block_bytes,
         head_stride=0,
         tokens=((block_size, token),),
-        channels=((token, 1),),
+        channels=((token // item, item),),
     )
     group = Group(block_size, num_blocks, (msgspec.structs.replace(plane, **changes),))
     return CacheMap((group,), ((base, memory.nbytes),), "DRAM")

@@ -39,6 +39,8 @@ AIMED = 0.8
 """Probability of a late leg that comes when its handoff is in a certain state."""
 LATE_TOO = 0.7
 """Probability of a leg with a wrong address or prompt that is late as well."""
+MUCH = 2
+"""By how many tokens at least two legs' prompts differ that must not be moved: those that differ by one last token are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,9 +210,9 @@ class Legs:
             elif fault == "wrong_port":
                 request.address = EngineAddress(source.host, 7, source.engine_id)
             elif fault == "longer_prompt":
-                request.tokens += draw.randint(1, 5)
-            elif fault == "shorter_prompt" and request.tokens > 1:
-                request.tokens = max(1, request.tokens - draw.randint(1, 5))
+                request.tokens += draw.randint(MUCH, 5)
+            elif fault == "shorter_prompt" and request.tokens > MUCH:
+                request.tokens = max(1, request.tokens - draw.randint(MUCH, 5))
             elif fault == "other_prompt" and self.told:
                 request.tag = request.handoff.tag + ANOTHER
             else:

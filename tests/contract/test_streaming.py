@@ -62,7 +62,8 @@ class Push:
         if request is None or not 0 < request.num_computed_tokens < LENGTH:
             return True
         filled = request.num_computed_tokens // BLOCK * self.p.worker._worker._threads.mover.cache.block_bytes
-        return self.record().completed_by(time.monotonic()) >= filled
+        record = self.record()  # the mover may not have come to it yet
+        return record is not None and record.completed_by(time.monotonic()) >= filled
 
     def _decode_leg(self) -> dict:
         return {
@@ -76,9 +77,9 @@ class Push:
         }
 
     def record(self):
-        """Return the source's record of the handoff."""
+        """Return the source's record of the handoff; None before there is one."""
         mover = self.p.worker._worker._threads.mover
-        return next(record for record in mover.records.last(10) if record.side == "source")
+        return next((record for record in mover.records.last(10) if record.side == "source"), None)
 
     def close(self) -> None:
         for engine in (self.p, self.d):

@@ -86,7 +86,12 @@ def nixl(fakes, tmp_path):
         done = subprocess.run(
             [sys.executable, str(HERE / "nixl_process.py")],
             input="\n".join(lines),
-            env={**os.environ, **fakes, "PYTHONPATH": paths, "NIXL_LOG_LEVEL": level},
+            env={
+                **{key: value for key, value in os.environ.items() if not key.startswith("FI_")},
+                **fakes,
+                "PYTHONPATH": paths,
+                "NIXL_LOG_LEVEL": level,
+            },
             capture_output=True,
             text=True,
             errors="replace",

@@ -429,7 +429,7 @@ def test_everything_that_is_missing_is_named_at_once(monkeypatch, plugins, tmp_p
 def test_nixl_that_is_not_installed_says_what_to_install(monkeypatch):
     monkeypatch.setattr(native, "_distribution", lambda _name: None)
     with pytest.raises(
-        NativeLibraryError, match=r"NIXL is not installed.*kvxfer\[neuron\].*kvxfer\[cuda\].*kvxfer\[local\]"
+        NativeLibraryError, match=r"NIXL is not installed.*kvxfer\[vllm-neuron\].*kvxfer\[cuda\].*kvxfer\[local\]"
     ):
         native.ensure_native_libraries()
 
