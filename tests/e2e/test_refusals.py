@@ -35,8 +35,8 @@ def test_engines_of_different_geometry(bench_model, tmp_path) -> None:
         for text in (
             "element type differs: the source has float32, the sink bfloat16",
             "push-prefill rank 0 lays k of layers 0-3",
-            "[token 32] float32;",
-            "[token 128] bfloat16;",
+            "[token 32] float32",
+            "[token 128] bfloat16",
             "with the same model, --dtype and --kv-cache-dtype",
         ):
             assert text in reason
