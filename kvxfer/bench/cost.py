@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvxfer.bench.calls import DIRECTORY, SCHEDULER, STEP, headers, read
 from kvxfer.bench.cost_report import SIDES, as_json, side, spread, verdicts
-from kvxfer.bench.engines import make_engine, named_connector, pair_specs
+from kvxfer.bench.engines import make_engine, named_connector, named_pair
 from kvxfer.bench.handoffs import Pair
 from kvxfer.bench.machine import machine, versions
 from kvxfer.bench.model import Recipe, build, prompt_tokens
@@ -241,13 +241,8 @@ def paced(gaps: Sequence[float]) -> list[float]:
 
 
 def specs_for(connector: str, model: Path, python: str) -> tuple[EngineSpec, EngineSpec]:
-    """Return a pair with the connector of that name, counted; upstream's and kvxfer's differ in nothing else."""
-    mode, class_name = named_connector(connector)
-    prefill, decode = pair_specs(mode, model, python=python, connector_module=_MODULE, dtype="bfloat16")
-    return (
-        dataclasses.replace(prefill, name=f"{connector}-prefill", connector=class_name),
-        dataclasses.replace(decode, name=f"{connector}-decode", connector=class_name),
-    )
+    """Return a pair with the connector of that name, counted."""
+    return named_pair(connector, model, python=python, connector_module=_MODULE, dtype="bfloat16")
 
 
 def run(

@@ -170,6 +170,16 @@ def named_connector(name: str) -> tuple[Mode, str]:
     return found[name]
 
 
+def named_pair(name: str, model: Path, **settings: Any) -> tuple[EngineSpec, EngineSpec]:
+    """Specs of a pair with the connector of that name: those of different names differ in nothing else."""
+    mode, connector = named_connector(name)
+    prefill, decode = pair_specs(mode, model, **settings)
+    return (
+        dataclasses.replace(prefill, name=f"{name}-prefill", connector=connector),
+        dataclasses.replace(decode, name=f"{name}-decode", connector=connector),
+    )
+
+
 def split_cpus(cpus: Sequence[int]) -> tuple[str, str]:
     """Give each engine of a pair half of the cores, as VLLM_CPU_OMP_THREADS_BIND wants them; ``auto`` for a single core."""
     if len(cpus) < 2:  # noqa: PLR2004

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvxfer.bench import stream_moments
 from kvxfer.bench.client import Client
-from kvxfer.bench.engines import UPSTREAM_PREFIX, make_engine, named_connector, pair_specs
+from kvxfer.bench.engines import UPSTREAM_PREFIX, make_engine, named_connector, named_pair
 from kvxfer.bench.handoffs import Pair
 from kvxfer.bench.machine import machine, versions
 from kvxfer.bench.model import build, prompt_tokens
@@ -114,16 +114,10 @@ def _last(engine: Engine) -> HandoffRecord | None:
 
 
 def specs_for(connector: str, model: Path, python: str, budget: int) -> tuple[EngineSpec, EngineSpec]:
-    """Return a pair with the push connector of that name, timed; upstream's and kvxfer's differ in nothing else."""
-    mode, class_name = named_connector(connector)
-    if mode != "push":
+    """Return a pair with the push connector of that name, timed."""
+    if named_connector(connector)[0] != "push":
         raise KvxferError(f"{connector} does not push: only what is written can be written early")
-    settings = {"python": python, "connector_module": _MODULE, "max_num_batched_tokens": budget}
-    prefill, decode = pair_specs(mode, model, **settings)
-    return (
-        dataclasses.replace(prefill, name=f"{connector}-prefill", connector=class_name),
-        dataclasses.replace(decode, name=f"{connector}-decode", connector=class_name),
-    )
+    return named_pair(connector, model, python=python, connector_module=_MODULE, max_num_batched_tokens=budget)
 
 
 def run(

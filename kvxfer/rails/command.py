@@ -6,8 +6,6 @@ Exit status: 0 as expected, 1 a violation, 2 could not tell.
 from __future__ import annotations
 
 import dataclasses
-import shutil
-import subprocess
 import time
 import traceback
 from pathlib import Path
@@ -23,8 +21,6 @@ if TYPE_CHECKING:
     from kvxfer.rails.nixl_log import NixlLog
     from kvxfer.rails.pci import Machine
 
-_NEURON_LS = ("neuron-ls", "/opt/aws/neuron/bin/neuron-ls")
-_NEURON_LS_SECONDS = 20
 _WIDTH = 250  # of what is piped into a file
 
 
@@ -84,7 +80,7 @@ def _logs(log: list[Path] | None, more: list[Path] | None) -> list[Path]:
 def _machine(topology: Path | None, instance_type: str, provider: str, root: Path, *, live: bool) -> Machine:
     from kvxfer.rails.hwloc import read_hwloc
     from kvxfer.rails.instances import INSTANCE_TYPES
-    from kvxfer.rails.sysfs import read_sysfs
+    from kvxfer.rails.sysfs import read_sysfs, run_neuron_ls
 
     if live and topology is not None:
         raise ConfigError("--watch reads this machine's counters: it does not go with --topology")
@@ -92,20 +88,8 @@ def _machine(topology: Path | None, instance_type: str, provider: str, root: Pat
         raise ConfigError(f"--provider {provider} must be efa or tcp")
     if instance_type and instance_type not in INSTANCE_TYPES:
         raise ConfigError(f"--instance-type {instance_type} is not known; known are {', '.join(INSTANCE_TYPES)}")
-    machine = read_hwloc(topology) if topology else read_sysfs(root, _neuron_ls() if root == Path("/") else "")
+    machine = read_hwloc(topology) if topology else read_sysfs(root, run_neuron_ls() if root == Path("/") else "")
     return dataclasses.replace(machine, instance_type=instance_type) if instance_type else machine
-
-
-def _neuron_ls() -> str:
-    """Return what ``neuron-ls -j`` prints; empty where there is none, or it fails."""
-    tool = next((found for found in map(shutil.which, _NEURON_LS) if found), None)
-    if tool is None:
-        return ""
-    try:
-        done = subprocess.run([tool, "-j"], capture_output=True, text=True, timeout=_NEURON_LS_SECONDS, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout
 
 
 def _read(logs: list[Path]) -> NixlLog:

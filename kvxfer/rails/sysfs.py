@@ -14,7 +14,9 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import stat
+import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +25,21 @@ from kvxfer.rails.pci import Address, Kind, Machine, Node
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+_NEURON_LS = ("neuron-ls", "/opt/aws/neuron/bin/neuron-ls")
+_NEURON_LS_SECONDS = 20
 _GT_TO_GBPS = {2.5: 0.8, 5.0: 0.8}  # 8b/10b up to PCIe 2; 128b/130b from 8 GT/s on
+
+
+def run_neuron_ls() -> str:
+    """Return what ``neuron-ls -j`` prints; empty where there is none, or it fails."""
+    tool = next((found for found in map(shutil.which, _NEURON_LS) if found), None)
+    if tool is None:
+        return ""
+    try:
+        done = subprocess.run([tool, "-j"], capture_output=True, text=True, timeout=_NEURON_LS_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout
 
 
 def read_sysfs(root: Path = Path("/"), neuron_ls: str = "") -> Machine:

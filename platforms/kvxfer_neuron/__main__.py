@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 from kvxfer.errors import PlatformError
+from kvxfer.rails.sysfs import run_neuron_ls
 from kvxfer_neuron import nrt, order
-from kvxfer_neuron.devices import Devices, run_neuron_ls
+from kvxfer_neuron.devices import Devices
 from kvxfer_neuron.probe import probe
 
 

@@ -15,9 +15,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import shutil
 import stat
-import subprocess
 from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
@@ -41,9 +39,6 @@ EFA: Final = "KVXFER_NEURON_EFA"
 INSTANCE_TYPE: Final = "KVXFER_NEURON_INSTANCE_TYPE"
 FAMILY: Final = "VLLM_NEURON_EFA_INSTANCE_FAMILY"
 """vllm-neuron's setting for the same; trn2, trn3pd, trn3pds."""
-
-_NEURON_LS: Final = ("neuron-ls", "/opt/aws/neuron/bin/neuron-ls")
-_NEURON_LS_SECONDS: Final = 20
 
 
 class Devices:
@@ -215,18 +210,6 @@ class Devices:
             except (OSError, ValueError):
                 continue
         return counts.pop() if len(counts) == 1 else None
-
-
-def run_neuron_ls() -> str:
-    """Return what ``neuron-ls -j`` prints; empty where there is none, or it fails."""
-    tool = next((found for found in map(shutil.which, _NEURON_LS) if found), None)
-    if tool is None:
-        return ""
-    try:
-        done = subprocess.run([tool, "-j"], capture_output=True, text=True, timeout=_NEURON_LS_SECONDS, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout
 
 
 def _instance_type(said: str) -> str:

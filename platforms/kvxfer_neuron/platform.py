@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from kvxfer.errors import ConfigError, PlatformError
 from kvxfer.platform import Fence, Geometry, Platform, Presence
+from kvxfer.rails.sysfs import run_neuron_ls
 from kvxfer_neuron import fences, layouts, nrt, order
-from kvxfer_neuron.devices import EFA, Devices, run_neuron_ls
+from kvxfer_neuron.devices import EFA, Devices
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence

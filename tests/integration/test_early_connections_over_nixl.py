@@ -4,30 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+from typing import TYPE_CHECKING
 
 import pytest
 
 pytest.importorskip("nixl", reason="NIXL is not installed")
 
-from tests.support.peers import PeerProcess
 from tests.support.ranks import wait_until
 
+if TYPE_CHECKING:
+    from tests.support.peers import PeerProcess
+
 pytestmark = pytest.mark.integration
-
-
-@pytest.fixture
-def peers(tmp_path):
-    made = []
-
-    def make(engine: str, **options) -> PeerProcess:
-        made.append(PeerProcess(engine, tmp_path / f"{engine}{len(made)}.log", **options))
-        return made[-1]
-
-    yield make
-    for peer in made:
-        if peer.process.poll() is None:
-            os.kill(peer.process.pid, signal.SIGCONT)
-        peer.close()
 
 
 def early(peer: PeerProcess, count: int) -> None:

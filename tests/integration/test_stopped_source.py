@@ -5,32 +5,20 @@ from __future__ import annotations
 import os
 import signal
 import time
+from typing import TYPE_CHECKING
 
 import pytest
 
 pytest.importorskip("nixl", reason="NIXL is not installed")
 
-from tests.support.peers import PeerProcess
+
+if TYPE_CHECKING:
+    from tests.support.peers import PeerProcess
 
 pytestmark = pytest.mark.integration
 
 BLOCKS = list(range(1, 61))
 SIZE = {"num_blocks": 64, "block_bytes": 2 << 20}
-
-
-@pytest.fixture
-def peers(tmp_path):
-    made = []
-
-    def make(engine: str, **options) -> PeerProcess:
-        made.append(PeerProcess(engine, tmp_path / f"{engine}{len(made)}.log", **options))
-        return made[-1]
-
-    yield make
-    for peer in made:
-        if peer.process.poll() is None:
-            os.kill(peer.process.pid, signal.SIGCONT)
-        peer.close()
 
 
 def stop_in_mid_write(p: PeerProcess, d: PeerProcess) -> None:

@@ -12,19 +12,6 @@ from tests.support.peers import PeerProcess, has_ipv6
 pytestmark = pytest.mark.integration
 
 
-@pytest.fixture
-def peers(tmp_path):
-    made = []
-
-    def make(engine: str, **options) -> PeerProcess:
-        made.append(PeerProcess(engine, tmp_path / f"{engine}{len(made)}.log", **options))
-        return made[-1]
-
-    yield make
-    for peer in made:
-        peer.close()
-
-
 @pytest.mark.parametrize("mode", ["push", "pull"])
 def test_bytes_arrive(peers, mode) -> None:
     p, d = peers("p", mode=mode), peers("d", mode=mode)

@@ -9,8 +9,9 @@ import pytest
 from kvxfer.errors import ConfigError, PlatformError
 from kvxfer.rails.instances import INSTANCE_TYPES
 from kvxfer.rails.pci import Address
+from kvxfer.rails.sysfs import run_neuron_ls
 from kvxfer_neuron import cores
-from kvxfer_neuron.devices import Devices, run_neuron_ls
+from kvxfer_neuron.devices import Devices
 from tests.unit.platforms.neuron_doubles import make, neuron_ls, trn2_files, trn2_host, write_host
 
 if TYPE_CHECKING:
@@ -329,5 +330,5 @@ def test_neuron_ls_is_run_where_it_is(tmp_path, monkeypatch, body, out) -> None:
 
 
 def test_without_neuron_ls_nothing_is_printed(monkeypatch) -> None:
-    monkeypatch.setattr("kvxfer_neuron.devices._NEURON_LS", ("/there/is/none",))
+    monkeypatch.setattr("kvxfer.rails.sysfs._NEURON_LS", ("/there/is/none",))
     assert run_neuron_ls() == ""
