@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kvxfer.worker")
 
+_SLACK = 256
+"""Tokens by which a prompt may take more room in a source's blocks, of this size at most, than in ours."""
+
 
 class WorkerHalf:
     """One rank's worker half. Nothing is started before vLLM hands over the caches."""
@@ -136,15 +139,16 @@ class WorkerHalf:
         )  # fmt: skip
 
     def _staging_for(self, cache: CacheMap) -> Staging | None:
-        """Allocate the staging area. Unasked, for two of the longest prompts or a quarter of the cache; see the platform."""
+        """Allocate the staging area. Unasked, for two of the longest prompts; for one where two exceed a quarter of the cache."""
         if not self._platform.offers:
             return None
         size = self.settings.staging_bytes
         if size is None and not self._platform.stages_unasked:
             return None
         if size is None:
-            prompts = 2 * -(-self._vllm_config.model_config.max_model_len // cache.block_size)
-            size = min(prompts, max(cache.num_blocks // 4, 1)) * cache.block_bytes
+            longest = self._vllm_config.model_config.max_model_len
+            one = -(-(longest + _SLACK) // cache.block_size)
+            size = max(one, min(2 * one, cache.num_blocks // 4)) * cache.block_bytes
         return self._platform.staging(size, cache.device) if size else None
 
     def make_agent(self) -> Agent:

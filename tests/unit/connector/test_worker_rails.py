@@ -116,7 +116,7 @@ def test_what_went_wrong_at_the_start_is_told_and_not_judged(monkeypatch) -> Non
         ((("", ""),), False, None, None),
         ((("", ""),), False, 4096, 4096),
         ((("", ""),), True, 0, None),
-        ((("", ""),), True, None, 2 * 100),
+        ((("", ""),), True, None, 20 * 100),
     ],
 )
 def test_memory_for_re_packing_is_taken_where_it_is_offered_and_free_or_asked_for(
@@ -126,3 +126,12 @@ def test_memory_for_re_packing_is_taken_where_it_is_offered_and_free_or_asked_fo
     half._platform = SimpleNamespace(offers=offers, stages_unasked=unasked, staging=lambda size, device: size)
     cache = SimpleNamespace(block_size=16, num_blocks=8, block_bytes=100, device=0)
     assert half._staging_for(cache) == size
+
+
+@pytest.mark.parametrize(("blocks", "size"), [(300, 272), (1200, 300), (4096, 544), (100_000, 544)])
+def test_the_longest_prompt_can_always_be_re_packed(monkeypatch, blocks, size) -> None:
+    """However small the cache: else a request would fail for the default of a setting."""
+    half = worker(Order(), monkeypatch)
+    half._vllm_config.model_config.max_model_len = 4096
+    half._platform = SimpleNamespace(offers=(("", ""),), stages_unasked=True, staging=lambda size, device: size)
+    assert half._staging_for(SimpleNamespace(block_size=16, num_blocks=blocks, block_bytes=1, device=0)) == size
