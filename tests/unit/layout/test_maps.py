@@ -71,3 +71,12 @@ def test_axes_are_named_from_the_outermost_to_the_innermost() -> None:
 def test_a_block_has_the_bytes_of_its_cells() -> None:
     group = Group(16, 64, (plane("k", (0, 1 << 30), 1, 1, 1), plane("v", (0,), 1, 1, 1, heads=(3,), interior="tiles")))
     assert group.block_bytes == 2 * 2 * 16 * 128 * 2 + 4096
+
+
+def test_positions_are_counted_in_blocks_of_the_first_group() -> None:
+    group = Group(16, 64, (plane("k", (0,), 1, 1, 1),))
+    cache = CacheMap((group, Group(32, 9, (plane("v", (0,), 1, 1, 1),))), (), "DRAM")
+    assert (cache.block_size, cache.num_blocks) == (16, 64)
+    counts = [cache.blocks_for(*span) for span in ((0, 0), (5, 5), (0, 1), (0, 16), (15, 17), (16, 32), (20, 21))]
+    assert counts == [0, 0, 1, 1, 2, 1, 1]
+    assert cache.bytes_for(15, 17) == 2 * cache.block_bytes == 2 * sum(group.block_bytes for group in cache.groups)

@@ -299,3 +299,23 @@ def test_blocks_that_the_source_has_let_go_of_are_not_taken_for_the_windows() ->
     assert sorted(set(staged.calls[0].moves[:, 2].tolist())) == [5], "the sink's window has passed its first block"
     with pytest.raises(ValueError, match="the source has let go of blocks that are still in the sink's window"):
         repacking.plan([ids(0, 0, 12, 13, 14, 15, 16, 17)], [ids(3, 5)], 32, 256, prompt=256)
+
+
+def test_without_the_sinks_table_every_block_in_the_window_must_be_there() -> None:
+    """As a source plans, which knows slots alone."""
+    source, sink = (
+        replace(cache, groups=tuple(replace(group, window=200) for group in cache.groups))
+        for cache in (vec(32, 64, 1 << 40), vec(128, 16, 1 << 42))
+    )
+    repacking = Repacking(source, sink, [STRIDED], base=STAGING, slots=8)
+    slots = [ids(0, 1, 2, 3, 4, 5, 6, 7)]
+    plan = repacking.transfer([ids(0, 11, 12, 13, 14, 15, 16, 17)], slots, 0, 256, prompt=256)
+    assert plan.bytes == 7 * source.block_bytes, "positions 56 to 255"
+    with pytest.raises(ValueError, match="the source has let go of blocks"):
+        repacking.transfer([ids(0, 0, 12, 13, 14, 15, 16, 17)], slots, 0, 256, prompt=256)
+
+
+def test_nothing_is_re_packed_below_what_is_kept() -> None:
+    repacking = Repacking(vec(32, 64, 1 << 40), vec(128, 16, 1 << 42), [STRIDED], base=STAGING, slots=8)
+    with pytest.raises(ValueError, match="positions from 32 on cannot be re-packed where those below 33 are kept"):
+        repacking.calls([ids(0, 1)], [ids(3)], 32, 64, keep=33)

@@ -228,6 +228,12 @@ def test_attempts_rise_so_that_an_earlier_ones_words_are_harmless() -> None:
 # --- push -------------------------------------------------------------------------------------------------------------
 
 
+def test_an_open_handoff_knows_its_positions_and_its_blocks() -> None:
+    rig = Rig()
+    rig.open(start=4, end=8)
+    assert rig.sink.span(H) == (4, 8, BLOCKS)
+
+
 @pytest.mark.parametrize("order", ["seal last", "seal first", "seal between"])
 @pytest.mark.parametrize("doubled", [1, 2])
 def test_received_when_the_sealed_generation_covers_the_span_in_any_order_and_not_before(order, doubled) -> None:
