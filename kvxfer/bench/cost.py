@@ -258,7 +258,7 @@ def run(
     say: Callable[[str], None] = lambda _: None,
     keep: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Measure each connector; what ``--json`` writes. ``keep`` is given what is known after each turn."""
+    """Measure each connector; what ``--json`` writes. ``keep`` is given what is known after each turn and failure."""
     model = build(settings.recipe())
     pairs = {connector: specs_for(connector, model, python) for connector in connectors}
     findings = {connector: Findings() for connector in connectors}
@@ -283,6 +283,7 @@ def run(
                 except KvxferError as error:
                     say(f"failed: {error}")
                     one.failed.append(str(error))
+                    keep(_result(findings, settings, python))
                     if failures == _FAILURES and not connector.startswith(UPSTREAM_PREFIX):
                         raise
             keep(_result(findings, settings, python))

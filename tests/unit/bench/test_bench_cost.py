@@ -329,7 +329,7 @@ def test_connectors_take_turns_and_a_pair_that_fails_goes_on_anew(tmp_path, live
     said, kept = [], []
     settings = Settings(repeats=6, passes=2)
     result = cost.run(["push", "upstream-push"], tmp_path, "python", settings, say=said.append, keep=kept.append)
-    assert [sorted(one["connectors"]) for one in kept] == [["push"], *[["push", "upstream-push"]] * 3]
+    assert [sorted(one["connectors"]) for one in kept] == [["push"], *[["push", "upstream-push"]] * 4]
     assert kept[-1] == result
     assert lives.asked == [
         ("push", "1-push", 3, 100_000), ("upstream-push", "2-upstream-push", 3, 200_000),
