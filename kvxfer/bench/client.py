@@ -42,10 +42,7 @@ class RequestError(KvxferError):
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One answer. ``ttft`` and ``tpot`` in seconds, None where they cannot be told.
-
-    ``gaps`` are the seconds between one token's arrival and the next one's; tokens that arrived together have none between them.
-    """
+    """One answer. ``ttft`` and ``tpot`` in seconds, None where they cannot be told."""
 
     token_ids: tuple[int, ...]
     text: str
@@ -54,7 +51,6 @@ class Completion:
     tpot: float | None = None
     finish_reason: str | None = None
     kv_transfer_params: Mapping[str, Any] | None = None
-    gaps: tuple[float, ...] = ()
 
 
 @dataclass(slots=True)
@@ -66,7 +62,6 @@ class _Arrivals:
     text: str = ""
     first: float | None = None
     last: float | None = None
-    gaps: list[float] = field(default_factory=list)
     finish_reason: str | None = None
 
     def add(self, choice: Mapping[str, Any], now: float) -> None:
@@ -76,8 +71,6 @@ class _Arrivals:
         self.finish_reason = choice.get("finish_reason") or self.finish_reason
         if token_ids := choice.get("token_ids"):
             self.token_ids += token_ids
-            self.gaps += [] if self.last is None else [now - self.last]
-            self.gaps += [0.0] * (len(token_ids) - 1)
             self.first = now if self.first is None else self.first
             self.last = now
 
@@ -92,7 +85,6 @@ class _Arrivals:
             ttft=None if self.first is None else self.first - self.started,
             tpot=tpot,
             finish_reason=self.finish_reason,
-            gaps=tuple(self.gaps),
         )
 
 

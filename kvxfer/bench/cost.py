@@ -10,12 +10,13 @@ the connector by vLLM is counted with its processor time in the calling thread (
 * *windows*: streams that decode by themselves, while nothing else goes on (``quiet``), while prefill computes prompts that nobody
   wants (``computing``), and while it computes them and hands them over (``handoffs``). Two engines on few cores disturb each
   other by computing alone, so handoffs are held against *computing*: what is slower there is what a counter of processor
-  time misses, such as a thread that keeps the interpreter's lock.
+  time misses, such as a thread that keeps the interpreter's lock. The times are the workers' own (``spans``): an API server
+  that shares the cores with two engines sends tokens in bursts.
 
 The model has as many layers as asked for and is as thin as can be, so that both engines compute for a short time only: what
 a connector does depends on the number of blocks and layers, not on their size. A pair in which a request fails is brought up
-anew and goes on with what is left, and that is told: upstream's first handoff hangs when its handshake takes longer than 5 s,
-as on a busy machine, and its engines go on stepping for it.
+anew and goes on with what is left, and that is told; after some failures of upstream's pair its turn is over. Upstream's first
+handoff hangs when its handshake takes longer than 5 s, as on a busy machine, and its engines go on stepping for it.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
-import statistics
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from kvxfer.bench import spans
 from kvxfer.bench.calls import DIRECTORY, SCHEDULER, STEP, headers, read
 from kvxfer.bench.cost_report import SIDES, as_json, side, spread, verdicts
-from kvxfer.bench.engines import make_engine, named_connector, named_pair
+from kvxfer.bench.engines import UPSTREAM_PREFIX, make_engine, named_connector, named_pair
 from kvxfer.bench.handoffs import Pair
 from kvxfer.bench.machine import machine, versions
 from kvxfer.bench.model import Recipe, build, prompt_tokens
@@ -49,7 +50,6 @@ _MODULE = "kvxfer.bench.counted"
 _WARM_UP = 3
 _STREAM_PROMPT = 64
 _AT_REST, _REST_TIMEOUT = 0.06, 1.0  # seconds without a step, and how long to wait for that
-_RUN = 20  # tokens
 _FAILURES = 5  # in a turn
 
 
@@ -97,18 +97,25 @@ class Settings:
 
 @dataclass(slots=True)
 class Window:
-    """All windows of a kind: how many, seconds between tokens, and of each prefill."""
+    """All windows of a kind: how many, prompts computed in them; nanoseconds between decode's steps, and of prefill's."""
 
     rounds: int = 0
-    gaps: list[float] = field(default_factory=list)
-    prefills: list[float] = field(default_factory=list)
+    prompts: int = 0
+    gaps: list[int] = field(default_factory=list)
+    prefills: list[int] = field(default_factory=list)
+
+    def add(self, decode: Sequence[tuple[int, int]], prefill: Sequence[tuple[int, int]]) -> None:
+        """Add the steps that both engines computed in one of them, as (begin, end)."""
+        self.rounds += 1
+        self.gaps += [after - before for (before, _), (after, _) in itertools.pairwise(decode)]
+        self.prefills += [end - begin for begin, end in prefill]
 
     def report(self) -> dict[str, Any]:
         """What ``--json`` has of it."""
-        found: dict[str, Any] = {"tokens": len(self.gaps) * _RUN, "prompts": len(self.prefills)}
-        for name, seconds in (("itl_ms", self.gaps), ("prefill_ms", self.prefills)):
-            if seconds:
-                found[name] = spread([one * 1e3 for one in seconds], 3)
+        found: dict[str, Any] = {"tokens": len(self.gaps), "prompts": self.prompts}
+        for name, each in (("itl_ms", self.gaps), ("prefill_ms", self.prefills)):
+            if each:
+                found[name] = spread([one / 1e6 for one in each], 3)
         return found
 
 
@@ -129,7 +136,7 @@ class Findings:
         """What ``--json`` has of this connector."""
         return {
             **_sides(self.requests),
-            "lengths": {str(length): _sides(found) for length, found in self.lengths.items()},
+            "lengths": {str(length): _sides(found) for length, found in self.lengths.items() if found},
             "windows": {name: window.report() for name, window in self.windows.items()},
             "failed": self.failed,
             "counters": self.counters,
@@ -202,42 +209,39 @@ class Measurement:
     async def _window(self, name: str, window: Window) -> None:
         """Stream, with that going on beside; adds to ``window``."""
         settings = self._settings
-        beside: dict[str, Callable[[], Awaitable[float]]] = {"computing": self._compute, "handoffs": self._hand_over}
+        beside: dict[str, Callable[[], Awaitable[object]]] = {"computing": self._compute, "handoffs": self._hand_over}
+        begin = time.monotonic_ns()
         busy = asyncio.create_task(self._again_and_again(beside[name], window)) if name in beside else None
         streams = [
             self._pair.to_decode.complete(self._prompt(_STREAM_PROMPT), settings.stream_tokens)
             for _ in range(settings.streams)
         ]
         try:
-            for one in await asyncio.gather(*streams):
-                window.gaps += paced(one.gaps)
+            await asyncio.gather(*streams)
+            end = time.monotonic_ns()
         finally:
             if busy is not None:
                 self._ending = True
                 await busy
-        window.rounds += 1
+        window.add(*(spans.read(self._counters[where], begin, end) for where in SIDES))
         await self._at_rest()
 
-    async def _again_and_again(self, action: Callable[[], Awaitable[float]], window: Window) -> None:
+    async def _again_and_again(self, action: Callable[[], Awaitable[object]], window: Window) -> None:
         self._ending = False
         while not self._ending:
-            window.prefills.append(await action())
+            await action()
+            window.prompts += 1
 
-    async def _compute(self) -> float:
-        return (await self._pair.compute(self._prompt(self._settings.prompt))).seconds
+    async def _compute(self) -> object:
+        return await self._pair.compute(self._prompt(self._settings.prompt))
 
-    async def _hand_over(self) -> float:
-        return (await self._pair.hand_over(self._prompt(self._settings.prompt), 1)).prefill.seconds
+    async def _hand_over(self) -> object:
+        return await self._pair.hand_over(self._prompt(self._settings.prompt), 1)
 
     def _prompt(self, length: int) -> list[int]:
         """Return a prompt that was not sent before."""
         self._prompts += 1
         return prompt_tokens(length, self._prompts)
-
-
-def paced(gaps: Sequence[float]) -> list[float]:
-    """Average the gaps between tokens over runs of ``_RUN``: a busy API server sends what has gathered in one go."""
-    return [statistics.fmean(gaps[at : at + _RUN]) for at in range(0, len(gaps) - _RUN + 1, _RUN)]
 
 
 def specs_for(connector: str, model: Path, python: str) -> tuple[EngineSpec, EngineSpec]:
@@ -254,7 +258,7 @@ def run(
     say: Callable[[str], None] = lambda _: None,
     keep: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Measure each connector; what ``--json`` writes. ``keep`` is given what is known after each turn."""
+    """Measure each connector; what ``--json`` writes. ``keep`` is given what is known after each turn and failure."""
     model = build(settings.recipe())
     pairs = {connector: specs_for(connector, model, python) for connector in connectors}
     findings = {connector: Findings() for connector in connectors}
@@ -277,17 +281,18 @@ def run(
                     )
                     break
                 except KvxferError as error:
-                    if failures == _FAILURES:
-                        raise
                     say(f"failed: {error}")
                     one.failed.append(str(error))
+                    keep(_result(findings, settings, python))
+                    if failures == _FAILURES and not connector.startswith(UPSTREAM_PREFIX):
+                        raise
             keep(_result(findings, settings, python))
     return _result(findings, settings, python)
 
 
 def _result(findings: Mapping[str, Findings], settings: Settings, python: str) -> dict[str, Any]:
     """Report on all connectors that have had a turn."""
-    found = {connector: one.report() for connector, one in findings.items() if one.lengths}
+    found = {connector: one.report() for connector, one in findings.items() if one.requests}
     return {
         "connectors": found,
         "bounds": as_json(verdicts(found)),

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 SIDES: Final = ("decode", "prefill")
 OF_PULL, OF_PUSH_STEP, GROWTH, SLOWDOWN = 0.2, 0.6, 1.3, 1.1
 """The bounds: a request's time by upstream pull's, a step's by upstream push's, the longest prompt's by the shortest's, and the
-median time between tokens (or of a prefill) with handoffs by that without."""
+median time between tokens (or of a step of prefill) with handoffs by that without."""
 
 
 def side(requests: Sequence[Reading]) -> dict[str, Any]:
@@ -100,13 +100,15 @@ def _bounds(one: Mapping[str, Any], others: Mapping[str, Mapping[str, Any]]) -> 
         # On decode alone: prefill makes a handful of steps a request, the fewer the sooner its blocks are free.
         ours, theirs = (of["decode"]["us_per_step"] for of in (one, push))
         yield "decode, a step, by upstream push's", _ratio(ours, theirs), OF_PUSH_STEP
-    shortest, longest = min(one["lengths"], key=int), max(one["lengths"], key=int)
+    shortest, longest = min(one["lengths"], key=int, default=0), max(one["lengths"], key=int, default=0)
     if shortest != longest:
         by_length = [one["lengths"][length]["decode"]["us_per_request"]["mean"] for length in (shortest, longest)]
         text = f"decode, a request of {int(longest):,} tokens by one of {int(shortest):,}"
         yield text, _ratio(by_length[1], by_length[0]), GROWTH
     windows = one["windows"]
-    for figure, text in (("itl_ms", "decode, between tokens"), ("prefill_ms", "prefill, a prompt")):
+    for figure, text in (("itl_ms", "decode, between tokens"), ("prefill_ms", "prefill, a step")):
+        if not all(figure in windows[name] for name in ("handoffs", "computing")):
+            continue
         with_, without = (windows[name][figure]["median"] for name in ("handoffs", "computing"))
         yield f"{text}, with handoffs by without", _ratio(with_, without), SLOWDOWN
 

@@ -81,7 +81,7 @@ def sum_rows(connectors: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str,
         for where in SIDES:
             cells = (one["lengths"].get(str(length), {}).get(where) for one in connectors.values())
             yield f"{where}: {length:,} tokens, µs a request (steps)", *(_length_cell(cell) for cell in cells)
-    for figure, text in (("itl_ms", "ms between tokens"), ("prefill_ms", "ms a prefill")):
+    for figure, text in (("itl_ms", "ms between tokens"), ("prefill_ms", "ms a step of prefill")):
         for window in ("quiet", "computing", "handoffs"):
             found = [one["windows"][window].get(figure) for one in connectors.values()]
             if any(found):

@@ -6,7 +6,7 @@ worker's half in the worker's, each into its own file (see ``calls``).
 
 What a connector makes the engine's threads do outside its own calls is counted as well, under ``METADATA``: vLLM pickles each
 step's connector metadata in the engine core and reads it in every worker. Here both are done once more, in the engine core,
-and timed.
+and timed. A worker's half also writes down when each forward began and ended (see ``spans``).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import connector as nixl
 
 from kvxfer.bench.calls import DIRECTORY, METADATA, SCHEDULER, STEP, WORKER, Counters, count
+from kvxfer.bench.spans import Spans
 from kvxfer.connector import connectors as ours
 from kvxfer.errors import ConfigError
 from kvxfer.transport.native import ensure_native_libraries
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 ensure_native_libraries("LIBFABRIC")
 
 _WORKERS_STEP = "get_finished"  # called once a step, forward or none
+_BEGINS, _COMPUTES = "bind_connector_metadata", "wait_for_save"  # likewise, and once a forward
 _NOT_COUNTED = {"shutdown", "register_kv_caches"}  # once in a life, and the counters may outlive the second
 
 
@@ -61,7 +63,10 @@ class _Counted:
         if scheduler:
             setattr(self, STEP, self._then_pickle(getattr(self, STEP)))
         else:
+            self._spans = Spans(Path(where))
             setattr(self, _WORKERS_STEP, self._after_nothing(getattr(self, _WORKERS_STEP)))
+            for hook, note in ((_BEGINS, self._spans.begin), (_COMPUTES, self._spans.compute)):
+                setattr(self, hook, _noted(note, getattr(self, hook)))
 
     def _then_pickle(self, build: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def build_and_pickle(scheduler_output: Any) -> Any:
@@ -77,9 +82,19 @@ class _Counted:
     def _after_nothing(self, hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def nothing_and_hook(*args: Any) -> Any:
             self._counters.nothing()
-            return hook(*args)
+            found = hook(*args)
+            self._spans.end()
+            return found
 
         return nothing_and_hook
+
+
+def _noted(note: Callable[[], None], hook: Callable[..., Any]) -> Callable[..., Any]:
+    def note_and_hook(*args: Any) -> Any:
+        note()
+        return hook(*args)
+
+    return note_and_hook
 
 
 class KvxferPushConnector(_Counted, ours.KvxferPushConnector):

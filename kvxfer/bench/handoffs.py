@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvxfer.bench.engines import Engine, Mode
 
 
-TIMEOUT: Final = 60.0
+TIMEOUT: Final = 30.0
 """Seconds until a leg is given up: long for one prompt at a time on any machine, short for a handoff that was lost."""
 
 

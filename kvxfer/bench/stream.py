@@ -10,8 +10,8 @@ both legs are sent at once. Of each handoff:
 * *fence to report*: the same by kvxfer's own records, without the engines' steps: from the last chunk's fence as the mover
   saw it to the moment at which decode's mover was sure.
 
-Decode's answers are compared, too: each connector must have moved the same KV. A connector one of whose handoffs fails is
-begun anew, with new engines and all of its handoffs.
+Decode's answers are compared, too: each connector must have moved the same KV. A pair in which a handoff fails is brought up
+anew and goes on with the handoffs that are left, and that is told: over tcp, upstream's may hang while two agents shake hands.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ if TYPE_CHECKING:
 
 _MODULE = "kvxfer.bench.stream_timed"
 _WARM_UP = 2
-_TURNS = 3  # for each connector: a first handoff of upstream's hangs when its handshake takes longer than 5 s
-_PATIENCE = 300.0  # seconds for a prompt in many chunks, on a machine that is busy with other things, too
+_WARM_UPS = 1_000_000  # the number of the first such prompt
+_FAILURES = 8  # of one connector
+_PATIENCE = 60.0  # seconds for a prompt in many chunks, on a machine that is busy with other things, too
 _ENDED, _LOOK = 15.0, 0.02  # seconds for which a record may stay open, and between two looks
 
 
@@ -58,23 +59,41 @@ class Settings:
 
 
 @dataclass(slots=True)
+class Findings:
+    """What was found of one connector so far: of each prompt, a sample and decode's answer.
+
+    ``failed``: why pairs were brought up anew.
+    """
+
+    samples: list[Sample] = field(default_factory=list)
+    answers: list[tuple[int, ...]] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
 class Measurement:
-    """All handoffs of one pair. ``moments``: where its prefill and its decode worker note theirs."""
+    """One life of a pair: hands over what is left. ``moments``: where its prefill and its decode worker note theirs."""
 
     pair: Pair
     moments: tuple[Path, Path]
     settings: Settings
     recorded: bool
-    answers: list[tuple[int, ...]] = field(default_factory=list, init=False)
 
-    async def execute(self) -> list[Sample]:
-        """Hand all prompts over; those that warm up are left out."""
-        return [await self._one(number) for number in range(_WARM_UP + self.settings.repeats)][_WARM_UP:]
+    async def execute(self, findings: Findings) -> None:
+        """Hand the prompts over that are missing in ``findings``. Raises KvxferError when one fails; the others are kept."""
+        for number in range(_WARM_UP):
+            await self._one(_WARM_UPS + number)
+        while len(findings.samples) < self.settings.repeats:
+            sample, answer = await self._one(len(findings.samples))
+            findings.samples.append(sample)
+            findings.answers.append(answer)
 
-    async def _one(self, number: int) -> Sample:
+    async def _one(self, number: int) -> tuple[Sample, tuple[int, ...]]:
         asked = time.monotonic()
         answer = await self.pair.hand_over(prompt_tokens(self.settings.prompt, number), self.settings.answer)
-        self.answers.append(answer.decode.token_ids)
+        return await self._sample(asked), answer.decode.token_ids
+
+    async def _sample(self, asked: float) -> Sample:
         tail, chunks = self._tail(asked)
         if not self.recorded:
             return Sample(tail, chunks)
@@ -131,23 +150,27 @@ def run(
     """Measure each connector; what ``--json`` writes."""
     model = build()
     pairs = {connector: specs_for(connector, model, python, settings.budget) for connector in connectors}
-    samples: dict[str, list[Sample]] = {}
-    answers: dict[str, list[tuple[int, ...]]] = {}
+    all_findings: dict[str, Findings] = {}
     for connector, (prefill, decode) in pairs.items():
-        for turn in range(1, _TURNS + 1):
+        findings = all_findings[connector] = Findings()
+        while len(findings.samples) < settings.repeats:
+            life = len(findings.failed) + 1
             try:
-                samples[connector], answers[connector] = _measured(
-                    connector, prefill, decode, logs / f"turn{turn}", settings
-                )
-                break
+                _live(connector, prefill, decode, logs / f"life{life}", settings, findings)
             except KvxferError as error:
-                if turn == _TURNS:
+                findings.failed.append(str(error))
+                if life > _FAILURES:
                     raise
-                say(f"{connector} is begun anew: {error}")
-        say(line(connector, samples[connector]))
-    first = answers[connectors[0]]
+                say(f"{connector}: its pair is brought up anew: {error}")
+        say(line(connector, findings.samples))
+    first = all_findings[connectors[0]].answers
     found = {
-        name: {**summary(samples[name]), "same_answers": sum(map(tuple.__eq__, answers[name], first))} for name in pairs
+        name: {
+            **summary(one.samples),
+            "same_answers": sum(map(tuple.__eq__, one.answers, first)),
+            "failed": one.failed,
+        }
+        for name, one in all_findings.items()
     }
     return {
         "connectors": found,
@@ -158,9 +181,10 @@ def run(
     }
 
 
-def _measured(
-    connector: str, prefill: EngineSpec, decode: EngineSpec, logs: Path, settings: Settings
-) -> tuple[list[Sample], list[tuple[int, ...]]]:
+def _live(
+    connector: str, prefill: EngineSpec, decode: EngineSpec, logs: Path, settings: Settings, findings: Findings
+) -> None:
+    """Bring one pair up, measure what is left, and take it down."""
     ports = free_ports(4)
     moments = logs / "moments" / prefill.name, logs / "moments" / decode.name
     first, second = (
@@ -170,12 +194,12 @@ def _measured(
         for spec, where, at in ((prefill, moments[0], 0), (decode, moments[1], 2))
     )
 
-    async def measure() -> tuple[list[Sample], list[tuple[int, ...]]]:
+    async def measure() -> None:
         pair = Pair("push", first, second)
         pair.to_prefill, pair.to_decode = (Client(engine.url, timeout=_PATIENCE) for engine in (first, second))
         async with pair:
-            one = Measurement(pair, moments, settings, recorded=not connector.startswith(UPSTREAM_PREFIX))
-            return await one.execute(), one.answers
+            recorded = not connector.startswith(UPSTREAM_PREFIX)
+            await Measurement(pair, moments, settings, recorded=recorded).execute(findings)
 
     with running(first.server, second.server):
-        return asyncio.run(measure())
+        asyncio.run(measure())

@@ -133,6 +133,7 @@ def rows(connectors: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, ...
         *(f"{one['early']['median']:.1%} ({one['early']['least']:.1%})" if "early" in one else "–" for one in of),
     )
     yield "bytes of a handoff", *("/".join(f"{size:,}" for size in one.get("bytes", ())) or "–" for one in of)
+    yield "pairs that failed", *(str(len(one.get("failed", ()))) for one in of)
     yield "descriptors", *("/".join(f"{count:,}" for count in one.get("descriptors", ())) or "–" for one in of)
 
 

@@ -81,7 +81,8 @@ def prompt_digests(request: Any, *less: int) -> tuple[bytes, ...]:
         getattr(request, "cache_salt", None),
         [feature.identifier for feature in getattr(request, "mm_features", None) or ()],
     )
-    packed = memoryview(_packed(list(tokens)))  # one token's bytes after the other's, behind their number
+    # One token's bytes after the other's, behind their number.
+    packed = memoryview(_packed(tokens if isinstance(tokens, list) else list(tokens)))
     ends = {one: len(packed) - sum(len(_packed(token)) for token in tokens[len(tokens) - one :]) for one in less}
     # Processors have instructions for SHA-256, and it releases the interpreter's lock.
     digest, done, found = hashlib.sha256(repr(shaping).encode()), _header(len(tokens)), []

@@ -31,7 +31,7 @@ from kvxfer.protocol.ids import HandoffId, Name, RankId, shown
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 """Raised whenever a message changes in a way that the previous version cannot read."""
 
 MAX_MESSAGE_BYTES = 8 << 20
@@ -199,6 +199,13 @@ class Grant(Message, frozen=True, tag="grant"):
     lease: Duration
 
 
+class Posted(Message, frozen=True, tag="posted"):
+    """Source to sink (push): a write of this attempt is being posted. A hint: look closely until its notification has come."""
+
+    handoff: HandoffId
+    attempt: Count
+
+
 class Seal(Message, frozen=True, tag="seal"):
     """Source to sink (push): for positions [0, tokens) what was written under ``generation`` is the truth."""
 
@@ -270,6 +277,7 @@ AnyMessage = (
     | Expect
     | Register
     | Grant
+    | Posted
     | Seal
     | Cancel
     | CancelAck

@@ -13,7 +13,7 @@ from kvxfer.errors import LocalProtocolError, RemoteProtocolError
 from kvxfer.protocol.actions import Action, Note, PostRead, Revoke, Send, SinkFinished
 from kvxfer.protocol.ids import shown
 from kvxfer.protocol.intervals import IntervalSet
-from kvxfer.protocol.messages import Cancel, CancelAck, Failed, Grant, Register, Release, Seal, Written
+from kvxfer.protocol.messages import Cancel, CancelAck, Failed, Grant, Posted, Register, Release, Seal, Written
 from kvxfer.protocol.sink_data import Part, SinkHandoff
 from kvxfer.protocol.sink_states import TRANSITIONS, Event, State
 
@@ -68,6 +68,7 @@ class Sink:
         self._by_request: dict[str, HandoffId] = {}
         self._transfers: dict[int, SinkHandoff] = {}
         self._exposed: set[HandoffId] = set()  # push: a source may write
+        self._arriving: set[HandoffId] = set()  # push: a source said that it writes
         self._numbers = itertools.count(1)
         self._attempts = itertools.count(1)
         self.ignored = 0  # messages about handoffs, attempts or ranks that are not ours any more
@@ -143,7 +144,16 @@ class Sink:
         # No more than was asked for is kept: a peer may name as many spans as it likes.
         start, end = max(message.start, one.start), min(message.end, one.end)
         part.valid.setdefault(message.generation, IntervalSet()).add(start, max(start, end))
+        part.notified += 1
+        self._look(one)
         yield from self._check(one)
+
+    def posted(self, frm: RankId, message: Posted) -> None:
+        """Handle Posted: a write is on its way. A message that is lost costs nothing but a later look."""
+        one, part = self._part(message.handoff, message.attempt, frm.agent)
+        if one is not None and part is not None:
+            part.posted += 1
+            self._look(one)
 
     def seal(self, frm: RankId, message: Seal, now: float) -> Iterator[Action]:
         """Handle Seal: of what this rank wrote, that generation counts."""
@@ -153,6 +163,7 @@ class Sink:
         part.sealed = message.generation
         part.quiet = True  # a source seals when every write is terminal
         one.sealed_at, one.looked = now, 0
+        self._look(one)
         yield Note("sink", one.id, "sealed")
         yield from self._check(one)
         yield from self._check_quiet(one)
@@ -293,6 +304,10 @@ class Sink:
     def receiving(self) -> bool:
         """Tell whether data may be arriving right now, so that the fabric needs progress."""
         return bool(self._transfers or self._exposed)
+
+    def arriving(self) -> bool:
+        """Tell whether data is known to be arriving, so that each look for its end counts."""
+        return bool(self._transfers or self._arriving)
 
     def state(self, handoff: HandoffId) -> State | None:
         """Return the state of a handoff; None when it is closed or was never opened."""
@@ -442,6 +457,13 @@ class Sink:
         else:
             yield from self._fail(one, reason)
 
+    def _look(self, one: SinkHandoff) -> None:
+        """Note whether notifications of this handoff are under way: announced by their source, or sealed and not all here."""
+        if any(part.posted > part.notified or part.sealed is not None for part in one.parts.values()):
+            self._arriving.add(one.id)
+        else:
+            self._arriving.discard(one.id)
+
     @staticmethod
     def _release(one: SinkHandoff, reason: str) -> Iterator[Action]:
         for rank in one.parts:
@@ -453,6 +475,7 @@ class Sink:
 
     def _close(self, one: SinkHandoff, reason: str | None) -> Iterator[Action]:
         self._exposed.discard(one.id)
+        self._arriving.discard(one.id)
         del self._handoffs[one.id]
         del self._by_request[one.request_id]
         yield SinkFinished(one.id, one.request_id, reason)

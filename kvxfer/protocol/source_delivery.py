@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvxfer.errors import LocalProtocolError
 from kvxfer.protocol.actions import Action, Note, PostWrite, Revoke, Send, SourceFinished, SourceQuiet
-from kvxfer.protocol.messages import CancelAck, Failed, Grant, Seal
+from kvxfer.protocol.messages import CancelAck, Failed, Grant, Posted, Seal
 from kvxfer.protocol.parking import Parking
 from kvxfer.protocol.source_data import Pin, Registration, SourceHandoff
 from kvxfer.protocol.source_states import TRANSITIONS, Event, State
@@ -128,6 +128,9 @@ class Delivery:
             sink.posted.add(start, stop)
             sink.in_flight[transfer] = (start, stop, now)
             self._transfers[transfer] = one
+            yield Send(
+                sink.rank, Posted(one.id, sink.attempt)
+            )  # first: it travels while thousands of descriptors are posted
             yield PostWrite(
                 transfer, sink.rank, one.id, sink.attempt, one.generation, start, stop,
                 one.blocks.tobytes(), sink.blocks, (sink.start, sink.end), self._may_post_until[sink.rank],

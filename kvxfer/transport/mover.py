@@ -1,8 +1,9 @@
 """The mover: the one thread of a worker process that owns the NIXL agent and the two ends of every handoff.
 
 Everybody else puts commands into its mailbox and takes results out of another; nobody waits for it, and it waits for nobody.
-While something is under way (a transfer, a registered sink, a fence that has not passed) it looks every ``poll`` seconds,
-since NIXL's own progress thread is off; with nothing under way it sleeps in its mailbox, and a command wakes it at once.
+While something is under way (a transfer, an announced write, a fence that has not passed) it looks every ``poll`` seconds, since
+NIXL's own progress thread is off, and every ``WATCH`` seconds while something might be: each look takes the interpreter's lock.
+With nothing under way it sleeps in its mailbox, and a command wakes it at once.
 
 When the agent says that some connection broke, nobody is posted to before having proved to live (``reach``): leases are
 suspended, and what proves less is dropped. ``check`` is for what remains.
@@ -39,7 +40,7 @@ from kvxfer.protocol.sink import Sink
 from kvxfer.protocol.source import Source
 from kvxfer.transport import commands as cmd
 from kvxfer.transport.approaches import Approaches
-from kvxfer.transport.mover_settings import COUNTERS, LINGER, TICK, MoverSettings, Renewed
+from kvxfer.transport.mover_settings import COUNTERS, FLUSH, LINGER, TICK, WATCH, MoverSettings, Renewed
 from kvxfer.transport.openings import Openings
 from kvxfer.transport.reach import NotNowError
 from kvxfer.transport.recorder import Recorder
@@ -197,7 +198,7 @@ class Mover(threading.Thread):
         first = self._take(wait)
         self._round.since = self._clock()
         terminal = self.transfers.observe()
-        notifications = self.transfers.listen() if self._needs_progress() else []
+        notifications = self.transfers.listen() if self._progress() else []
         self._ask_for_disturbance()
         if first is not None and not self._handle_all(first):
             return False
@@ -219,18 +220,20 @@ class Mover(threading.Thread):
         self._guarded(self._approaches.act, now, free)
         return True
 
-    def _needs_progress(self) -> bool:
-        """Tell whether data may be arriving, or leaving: the notification of a write that is done leaves after it."""
-        busy = self.sink.receiving() or self.source.serving() or self._approaches.promised()
-        return busy or self._clock() < self._linger_until
+    def _progress(self) -> float | None:
+        """Return how often to look at the fabric: data arrives or leaves (notifications after it), or may; None for never."""
+        lingers = self._linger_until - self._clock()
+        if self.sink.arriving() or self.source.serving() or self._approaches.promised() or lingers > LINGER - FLUSH:
+            return self.settings.poll
+        return WATCH if self.sink.receiving() or lingers > 0 else None
 
     def _wait_time(self) -> float | None:
         """Seconds to sleep in the mailbox; None for as long as nothing comes."""
         if self._revoking is not None:
             return self.settings.poll if self.transfers.in_flight else TICK
-        if self.transfers.in_flight or self._steps or self._needs_progress() or self._staging.packing():
+        if self.transfers.in_flight or self._steps or self._staging.packing():
             return self.settings.poll
-        return TICK if len(self.source) or len(self.sink) or len(self._approaches) else None
+        return self._progress() or (TICK if len(self.source) or len(self.sink) or len(self._approaches) else None)
 
     def _take(self, timeout: float | None) -> cmd.Command | None:
         try:
@@ -376,6 +379,8 @@ class Mover(threading.Thread):
                 yield from self.source.release(frm, message, now)
             case messages.Cancel():
                 yield from self.source.cancel(frm, message, now)
+            case messages.Posted():
+                self.sink.posted(frm, message)
             case messages.Seal():
                 yield from self.sink.seal(frm, message, now)
             case messages.Grant():

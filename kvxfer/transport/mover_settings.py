@@ -19,6 +19,12 @@ COUNTERS = (
 LINGER = 1.0
 """Seconds for which the fabric makes progress after a write is done, so that its notification leaves this process."""
 
+FLUSH = 0.02
+"""The first seconds of these, in which it mostly leaves."""
+
+WATCH = 0.004
+"""Seconds between looks at the fabric while a source may write and has not said that it does, or a notification lingers."""
+
 TICK = 0.25
 """Seconds between looks at deadlines while any handoff is open."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 
-from kvxfer.bench import calls, counted
+from kvxfer.bench import calls, counted, spans
 from kvxfer.bench.calls import METADATA, NOTHING, SCHEDULER, STEP, WORKER, Reading
 from kvxfer.errors import ConfigError
 
@@ -77,6 +78,19 @@ def test_a_workers_hooks(directory):
     found = calls.read(directory).since(Reading()).tallies
     assert {method for _, method in found} == {"bind_connector_metadata", "start_load_kv", "get_finished", NOTHING}
     assert {part for part, _ in found} == {WORKER}
+
+
+def test_a_workers_forwards_are_written_down_and_steps_without_one_are_not(directory):
+    connector = Counted(CONFIG, KVConnectorRole.WORKER, None)
+    begin = time.monotonic_ns()
+    for forward in (True, False, True):
+        connector.bind_connector_metadata("metadata")
+        if forward:
+            connector.wait_for_save()
+        connector.get_finished(set())
+    steps = spans.read(directory, begin, time.monotonic_ns())
+    assert len(steps) == 2
+    assert all(begin <= first <= last for first, last in steps)
 
 
 @pytest.mark.parametrize(("cls", "hybrid"), [(Counted, False), (HybridCounted, True)])

@@ -93,7 +93,7 @@ def test_bounds_are_held_against_the_right_connector():
         ("push", "decode, a step, by upstream push's", 0.25, True),
         ("push", "decode, a request of 8,192 tokens by one of 1,024", 1.2, True),
         ("push", "decode, between tokens, with handoffs by without", 1.08, True),
-        ("push", "prefill, a prompt, with handoffs by without", 1.2, False),
+        ("push", "prefill, a step, with handoffs by without", 1.2, False),
     ]
 
 
@@ -187,8 +187,7 @@ class FakeClient:
         self.log.append((self.name, "asked", (extra or {}).get("kv_transfer_params"), headers))
         await asyncio.sleep(0.01)
         self.log.append((self.name, "answered", None, None))
-        gaps = (0.005,) * (max_tokens - 1)
-        return Completion((1,) * max_tokens, "", 0.25, kv_transfer_params=self.params, gaps=gaps)
+        return Completion((1,) * max_tokens, "", 0.25, kv_transfer_params=self.params)
 
 
 def fake_pair(mode, tmp_path, params):
@@ -250,6 +249,15 @@ def test_a_measurement_attributes_each_request_what_was_counted_for_it(tmp_path,
     monkeypatch.setattr(cost, "read", lambda directory: counted[directory.name])
     monkeypatch.setattr(cost, "headers", lambda _directory: [])
     monkeypatch.setattr(cost, "_AT_REST", 0.001)
+    asked = []
+
+    def read_spans(directory, since, until):
+        """Twenty steps in each window: decode's begin every 5 ms, prefill's take 250 ms."""
+        asked.append((directory.name, since < until))
+        every, lasts = (5, 3) if directory.name == "decode" else (300, 250)
+        return [(since + i * every * 10**6, since + (i * every + lasts) * 10**6) for i in range(20)]
+
+    monkeypatch.setattr(cost.spans, "read", read_spans)
     settings = Settings(
         repeats=4, prompt=16, answer=3, lengths=(8, 32), length_repeats=2, rounds=2, streams=2, stream_tokens=50
     )
@@ -268,9 +276,10 @@ def test_a_measurement_attributes_each_request_what_was_counted_for_it(tmp_path,
         "8": 2, "16": 2, "32": 2,
     }  # fmt: skip
     windows = found["windows"]
-    assert {name: one["tokens"] for name, one in windows.items()} == dict.fromkeys(cost.WINDOWS, 2 * 2 * 40)
+    assert asked == [("decode", True), ("prefill", True)] * 2 * len(cost.WINDOWS)
+    assert {name: one["tokens"] for name, one in windows.items()} == dict.fromkeys(cost.WINDOWS, 2 * 19)
+    assert windows["handoffs"]["itl_ms"]["median"] == 5.0
     assert windows["quiet"]["prompts"] == 0
-    assert "prefill_ms" not in windows["quiet"]
     assert windows["computing"]["prompts"] >= 2
     assert windows["handoffs"]["prefill_ms"]["median"] == 250.0
     of_prefill = [tokens for name, _, tokens, _ in prompts if name == "prefill"]
@@ -303,7 +312,7 @@ class Lives:
             raise KvxferError(f"{connector} hangs")
         findings.lengths = {8: [one], 32: [one]}
         for window in findings.windows.values():
-            window.gaps, window.prefills = [0.005] * 4, [1.0] * 2
+            window.gaps, window.prefills = [5 * 10**6] * 4, [10**9] * 2
 
 
 @pytest.fixture
@@ -320,7 +329,7 @@ def test_connectors_take_turns_and_a_pair_that_fails_goes_on_anew(tmp_path, live
     said, kept = [], []
     settings = Settings(repeats=6, passes=2)
     result = cost.run(["push", "upstream-push"], tmp_path, "python", settings, say=said.append, keep=kept.append)
-    assert [sorted(one["connectors"]) for one in kept] == [["push"], *[["push", "upstream-push"]] * 3]
+    assert [sorted(one["connectors"]) for one in kept] == [["push"], *[["push", "upstream-push"]] * 4]
     assert kept[-1] == result
     assert lives.asked == [
         ("push", "1-push", 3, 100_000), ("upstream-push", "2-upstream-push", 3, 200_000),
@@ -373,11 +382,25 @@ def test_what_was_found_before_a_request_failed_is_kept_and_not_done_again(tmp_p
     assert {window.rounds for window in findings.windows.values()} == {1}
 
 
-def test_tokens_that_arrive_together_are_as_far_apart_as_they_were_made():
-    bursts = [0.2, *[0.0] * 9] * 6  # ten at a time, each made in 0.02 s
-    assert cost.paced(bursts) == pytest.approx([0.02] * 3)
-    assert cost.paced(bursts[:59]) == pytest.approx([0.02] * 2), "what is no whole run is left out"
-    assert cost.paced([]) == []
+def test_an_upstream_pair_that_always_fails_ends_its_turn_and_its_figures_stay(tmp_path, lives):
+    lives.failures = [("upstream-push", life) for life in range(1, 30)]
+    settings = Settings(repeats=20, passes=1)
+    found = cost.run(["push", "upstream-push"], tmp_path, "python", settings)["connectors"]
+    assert found["push"]["decode"]["requests"] == 20
+    assert found["upstream-push"]["decode"]["requests"] == len(found["upstream-push"]["failed"]) == 6
+    assert found["upstream-push"]["lengths"] == {}
+    bounds = verdicts(found)
+    assert "decode, a step, by upstream push's" in [one.text for one in bounds]
+
+
+def test_a_window_without_steps_has_no_times_and_no_bounds():
+    window = cost.Window()
+    window.add([], [])
+    assert window.report() == {"tokens": 0, "prompts": 0}
+    found = {"push": measured(200.0)}
+    for figure in ("itl_ms", "prefill_ms"):
+        del found["push"]["windows"]["handoffs"][figure]
+    assert [one.text for one in verdicts(found)] == ["decode, a request of 8,192 tokens by one of 1,024"]
 
 
 def test_an_engine_that_never_rests_is_read_all_the_same(tmp_path, monkeypatch):

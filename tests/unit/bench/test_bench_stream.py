@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 pytest.importorskip("aiohttp")
 from rich.console import Console
 
-from kvxfer.bench import stream_moments
+from kvxfer.bench import stream, stream_moments
 from kvxfer.bench.engines import kv_transfer_config
 from kvxfer.bench.stream import specs_for
 from kvxfer.bench.stream_moments import COMPUTED, RECEIVED, Moments, Timed
@@ -165,3 +166,66 @@ def test_a_record_of_very_many_transfers_stays_small_and_its_sum_right() -> None
     assert len(record.completed) == MOST_MOMENTS
     assert record.completed[-1] == (3 * MOST_MOMENTS - 1.0, 30 * MOST_MOMENTS)
     assert record.completed_by(5.0) == 60
+
+
+# --- lives ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_pair_that_fails_goes_on_anew_with_what_is_left(tmp_path, monkeypatch) -> None:
+    lives = []
+
+    def live(connector, _prefill, _decode, logs, settings, findings) -> None:
+        lives.append((connector, logs.name, len(findings.samples)))
+        until = min(settings.repeats, len(findings.samples) + 2) if connector == "upstream-push" else settings.repeats
+        while len(findings.samples) < until:
+            findings.answers.append((len(findings.samples),))
+            findings.samples.append((OURS if connector == "push" else THEIRS)[0])
+        if until < settings.repeats:
+            raise KvxferError("it hangs")
+
+    monkeypatch.setattr(stream, "_live", live)
+    monkeypatch.setattr(stream, "build", lambda: Path("model"))
+    monkeypatch.setattr(stream, "versions", lambda _python: {})
+    said: list[str] = []
+    settings = stream.Settings(repeats=5)
+    result = stream.run(["push", "upstream-push"], tmp_path, "python", settings, say=said.append)
+    assert lives == [
+        ("push", "life1", 0), ("upstream-push", "life1", 0), ("upstream-push", "life2", 2), ("upstream-push", "life3", 4),
+    ]  # fmt: skip
+    of = result["connectors"]
+    assert {name: (one["handoffs"], one["same_answers"], one["failed"]) for name, one in of.items()} == {
+        "push": (5, 5, []),
+        "upstream-push": (5, 5, ["it hangs"] * 2),
+    }
+    assert any("upstream-push: its pair is brought up anew: it hangs" in text for text in said)
+
+
+def test_a_pair_that_always_fails_ends_the_run(tmp_path, monkeypatch) -> None:
+    def live(*_args) -> None:
+        raise KvxferError("it hangs")
+
+    monkeypatch.setattr(stream, "_live", live)
+    monkeypatch.setattr(stream, "build", lambda: Path("model"))
+    with pytest.raises(KvxferError, match="it hangs"):
+        stream.run(["push"], tmp_path, "python", stream.Settings())
+
+
+def test_what_was_handed_over_before_a_failure_is_not_handed_over_again(monkeypatch) -> None:
+    asked: list[int] = []
+
+    class Failing(stream.Measurement):
+        async def _one(self, number: int):
+            asked.append(number)
+            if len(asked) == 4:
+                raise KvxferError("lost")
+            return OURS[0], (number,)
+
+    monkeypatch.setattr(stream, "_WARM_UP", 1)
+    findings = stream.Findings()
+    one = Failing(None, (Path(), Path()), stream.Settings(repeats=4), recorded=True)
+    with pytest.raises(KvxferError, match="lost"):
+        asyncio.run(one.execute(findings))
+    assert findings.answers == [(0,), (1,)]
+    asyncio.run(one.execute(findings))
+    assert findings.answers == [(0,), (1,), (2,), (3,)]
+    assert asked == [stream._WARM_UPS, 0, 1, 2, stream._WARM_UPS, 2, 3]

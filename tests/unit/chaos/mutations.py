@@ -641,6 +641,10 @@ def promises_end_with_their_sessions(patch):
 
 
 BEHIND_ANOTHER = {
+    "old_answers_count": (
+        "only the answer to the last question counts, and the next question follows about a second later: one of some 1,700 deaf "
+        "worlds meets what is left. tests/unit/transport/test_approaches.py attacks it directly"
+    ),
     "acts_before_it_listens": (
         "blocks that a preemption took away are pinned while a write reads them, so what is sealed one round too early is the "
         "request's own KV all the same"

@@ -58,7 +58,6 @@ FOUND_IN = {
     ),
 }
 FOUND_WHERE_INTRODUCED = {
-    "old_answers_count": "deaf",
     "any_end_ends_a_promise": "echoes",
     "promises_end_with_their_sessions": "slow reads",
 }

@@ -7,7 +7,7 @@ import pytest
 from kvxfer.errors import LocalProtocolError, RemoteProtocolError
 from kvxfer.protocol.actions import PostRead, Revoke, Send, SinkFinished
 from kvxfer.protocol.ids import HandoffId, RankId
-from kvxfer.protocol.messages import Cancel, CancelAck, Failed, Grant, Register, Release, Seal, Written
+from kvxfer.protocol.messages import Cancel, CancelAck, Failed, Grant, Posted, Register, Release, Seal, Written
 from kvxfer.protocol.sink import LOOKS, TRANSITIONS, Event, Sink, State
 from kvxfer.protocol.sink_data import SinkHandoff
 
@@ -64,6 +64,9 @@ class Rig:
 
     def written(self, start: int, end: int, generation: int = 0, attempt: int = 1, frm: RankId = P) -> list:
         return self.do("written", frm.agent, Written(H, attempt, generation, frm.rank, start, end))
+
+    def posted(self, attempt: int = 1, frm: RankId = P) -> None:
+        self.sink.posted(frm, Posted(H, attempt))
 
     def seal(self, generation: int = 0, attempt: int = 1, frm: RankId = P) -> list:
         return self.do("seal", frm, Seal(H, attempt, generation, 8), self.now)
@@ -248,6 +251,43 @@ def test_received_when_the_sealed_generation_covers_the_span_in_any_order_and_no
     assert ends(rig.all) == [None]
     assert not rig.sink.receiving()
     assert len(rig.sink) == 0
+
+
+def test_data_is_arriving_from_the_announcement_of_a_write_to_its_notification_of_each_rank() -> None:
+    rig = Rig()
+    rig.push(P, P1)
+    assert rig.sink.receiving()
+    assert not rig.sink.arriving(), "nobody has said that he writes"
+    rig.posted()
+    rig.posted()
+    rig.posted(frm=P1)
+    for frm, start in ((P, 0), (P1, 0), (P, 4)):
+        assert rig.sink.arriving()
+        rig.written(start, start + 4, frm=frm)
+    assert not rig.sink.arriving()
+    rig.written(4, 8, frm=P1)
+    assert not rig.sink.arriving(), "a notification may overtake its announcement"
+    rig.posted(frm=P1)
+    assert not rig.sink.arriving()
+
+
+def test_what_is_sealed_is_looked_for_though_its_announcement_was_lost() -> None:
+    rig = Rig()
+    rig.push()
+    rig.seal()
+    assert rig.sink.arriving()
+    rig.written(0, 8)
+    assert rig.state is None
+    assert not rig.sink.arriving()
+
+
+def test_an_announcement_of_another_attempt_or_rank_says_nothing() -> None:
+    rig = Rig()
+    rig.posted()
+    rig.push()
+    rig.posted(attempt=2)
+    rig.posted(frm=STRANGER)
+    assert not rig.sink.arriving()
 
 
 def test_positions_of_another_generation_do_not_count() -> None:

@@ -11,7 +11,7 @@ from kvxfer.protocol import parking
 from kvxfer.protocol import source as module
 from kvxfer.protocol.actions import PostWrite, Revoke, Send, SourceFinished, SourceQuiet
 from kvxfer.protocol.ids import HandoffId, RankId
-from kvxfer.protocol.messages import Cancel, CancelAck, Expect, Failed, Grant, Register, Release, Seal
+from kvxfer.protocol.messages import Cancel, CancelAck, Expect, Failed, Grant, Posted, Register, Release, Seal
 from kvxfer.protocol.source import TRANSITIONS, Event, Source, State
 
 H = HandoffId("h")
@@ -242,6 +242,16 @@ def test_whole_blocks_are_posted_as_they_become_final(stream) -> None:
     rig.register(end=10)
     got = [posts(rig.progress(3, (5,))), posts(rig.progress(6, (6,))), posts(rig.progress(10, (7,)))]
     assert got == ([[], [(0, 4)], [(4, 10)]] if stream else [[], [], [(0, 10)]])
+
+
+def test_each_write_is_announced_before_it_is_posted() -> None:
+    rig = Rig()
+    rig.start()
+    rig.register(attempt=3)
+    for final in (4, 8):
+        announced, write = (a for a in rig.progress(final, (5,)) if isinstance(a, (Send, PostWrite)))
+        assert announced == Send(D, Posted(H, 3))
+        assert (write.to, write.end) == (D, final)
 
 
 def test_a_write_names_blocks_positions_attempt_and_generation() -> None:
