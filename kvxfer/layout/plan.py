@@ -235,9 +235,10 @@ def _cure(source: CacheMap, sink: CacheMap, names: tuple[str, str]) -> str:
     joined = [name for name, cache in zip(names, (source, sink), strict=True) if _joins(cache)]
     if len(joined) == 1:
         return (
-            f"{joined[0]} joins K and V in each token, as vLLM does from 0.26 on, which no VLLM_KV_CACHE_LAYOUT changes: set "
+            f"{joined[0]} joins K and V in each token, as newer vLLM does, which no VLLM_KV_CACHE_LAYOUT changes: set "
             f"staging_bytes on {names[1]} to let it re-pack, if its platform does (CUDA's and the host's do, Neuron's does not), "
-            f"or run {joined[0]} on vLLM 0.25 or older with VLLM_KV_CACHE_LAYOUT=HND. Both need the same model, --dtype and "
+            f"or run {joined[0]} on a vLLM that keeps them apart (docs/neuron.md), "
+            "with VLLM_KV_CACHE_LAYOUT=HND. Both need the same model, --dtype and "
             "--kv-cache-dtype"
         )
     sizes = [[group.block_size for group in cache.groups] for cache in (source, sink)]

@@ -240,7 +240,7 @@ def test_where_one_joins_k_and_v_in_a_token_the_cure_is_one_that_helps(order, jo
     assert theirs.startswith("the sink lays k+v of")
     assert cure.startswith(f"{joined_is} joins K and V in each token")
     assert "set staging_bytes on the sink" in cure
-    assert f"run {joined_is} on vLLM 0.25 or older with VLLM_KV_CACHE_LAYOUT=HND" in cure
+    assert f"run {joined_is} on a vLLM that keeps them apart (docs/neuron.md), with VLLM_KV_CACHE_LAYOUT=HND" in cure
 
 
 @pytest.mark.parametrize("name", ["k", "kv"])
