@@ -223,13 +223,14 @@ def test_where_nothing_can_be_read_along_the_worker_goes_on(monkeypatch, capfd, 
     def refuse(*arguments):
         raise OSError("no usable temporary directory" if lacking == "room" else "bad file descriptor")
 
-    if lacking == "room":
-        monkeypatch.setattr(module.tempfile, "NamedTemporaryFile", refuse)
-    elif lacking == "descriptor":
-        monkeypatch.setattr(module.os, "dup", refuse)
-    else:
-        monkeypatch.setattr(module.sys, "stderr", None)
-    with captured_stderr() as lines:
-        os.write(2, b"native line\n")
+    with monkeypatch.context() as patch:  # undone before pytest's own capture needs these
+        if lacking == "room":
+            patch.setattr(module.tempfile, "NamedTemporaryFile", refuse)
+        elif lacking == "descriptor":
+            patch.setattr(module.os, "dup", refuse)
+        else:
+            patch.setattr(module.sys, "stderr", None)
+        with captured_stderr() as lines:
+            os.write(2, b"native line\n")
     assert lines == []
     assert capfd.readouterr().err == "native line\n"
