@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import sys
+
 import typer
 
 app = typer.Typer(
@@ -34,7 +37,10 @@ def _root() -> None:
 
 
 def main() -> None:
-    """Run the command line."""
+    """Run the command line. What the terminal's encoding lacks is written as an escape: it must not end a command."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     _register_commands()
     app()
 

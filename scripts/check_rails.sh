@@ -11,14 +11,15 @@
 # python3 of PATH that has kvxfer's dependencies. Nothing is installed.
 set -euo pipefail
 
-root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
+root=$(cd -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/.." && pwd -P)
+export PYTHONPATH=$root:$root/platforms${PYTHONPATH:+:$PYTHONPATH}
 
-# Prints the Python to use.
+# Prints the Python to use: one that kvxfer's command line imports in, as one that is too old does not.
 choose_python() {
     local python candidates=("$root/.venv/bin/python" python3 python)
     [[ -z ${KVXFER_VENV:-} ]] || candidates=("$KVXFER_VENV/bin/python")
     for python in "${candidates[@]}"; do
-        if "$python" -c 'import msgspec, rich, typer' 2>/dev/null; then
+        if "$python" -c 'import msgspec, rich, typer, kvxfer.cli, kvxfer.rails.report' 2>/dev/null; then
             printf '%s\n' "$python"
             return
         fi
@@ -27,7 +28,7 @@ choose_python() {
 }
 
 if ! python=$(choose_python); then
-    printf 'check_rails: no Python with kvxfer is here: run scripts/setup_env.sh, or name an environment in KVXFER_VENV\n' >&2
+    printf 'check_rails: no Python that kvxfer runs on is here: run scripts/setup_env.sh, or name an environment in KVXFER_VENV\n' >&2
     exit 2
 fi
-PYTHONPATH=$root:$root/platforms${PYTHONPATH:+:$PYTHONPATH} exec "$python" -m kvxfer.cli rails "$@"
+exec "$python" -m kvxfer.cli rails "$@"

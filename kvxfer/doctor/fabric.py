@@ -9,13 +9,14 @@ from kvxfer.errors import NativeLibraryError
 from kvxfer.rails.judge import judge_machine
 from kvxfer.rails.local import attached, place
 from kvxfer.rails.pci import rail_name
-from kvxfer.rails.policy import VARIABLE, pin
+from kvxfer.rails.policy import VARIABLE, pin, unknown_names
 from kvxfer.rails.predict import predict
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from kvxfer.doctor.host import Host, Provider
+    from kvxfer.rails.pci import Node
 
 _ORDER = ("cxi", "efa", "tcp", "sockets")  # nixl 1.4.1, libfabric_common.cpp, getAvailableNetworkDevices
 
@@ -37,7 +38,10 @@ def check_provider(host: Host) -> Iterator[Finding]:
     try:
         offers = host.providers(found[0])
     except NativeLibraryError as error:
-        yield Finding("provider", "problem", str(error), "run fi_info of the same libfabric to see more")
+        cure = "run fi_info of the same libfabric to see more"
+        if host.environment.get(VARIABLE) == "":
+            cure = f"unset {VARIABLE}: it is set, and empty, over which libfabric ends a process"
+        yield Finding("provider", "problem", str(error), cure)
         return
     provider, devices = opened(offers)
     have = ", ".join(dict.fromkeys(offer.provider for offer in offers)) or "none"
@@ -51,6 +55,12 @@ def check_provider(host: Host) -> Iterator[Finding]:
         yield Finding("provider", "ok", told)
     elif preset and preset != "efa":
         yield Finding("provider", "problem", f"{told}, as FI_PROVIDER={preset} asks", "unset FI_PROVIDER")
+    elif host.machine.rails and host.environment.get(VARIABLE) and not _shown(host):
+        names = ",".join(rail.rail for rail in host.machine.rails)
+        text = f"{told}: {VARIABLE}={host.environment[VARIABLE]} names no EFA device of this host"
+        yield Finding(
+            "provider", "problem", text, f"unset {VARIABLE}, or set some of {names}, with nothing but commas between"
+        )
     elif host.machine.efas:
         cure = "run AWS's EFA installer, and give the process /dev/infiniband"
         yield Finding(
@@ -63,10 +73,15 @@ def check_provider(host: Host) -> Iterator[Finding]:
         yield from _rails(host, {rail_name(name) for name in devices})
 
 
+def _shown(host: Host) -> tuple[Node, ...]:
+    """Return the EFA devices that the environment leaves to libfabric."""
+    return pin(host.machine, [], "all", host.environment).rails
+
+
 def _rails(host: Host, names: set[str]) -> Iterator[Finding]:
     """Hold libfabric's list against the bus, and NIXL's choice against the local rails."""
     machine = host.machine
-    shown = pin(machine, [], "all", host.environment).rails
+    shown = _shown(host)
     missing = [rail.rail for rail in shown if rail.rail not in names]
     preset = host.environment.get(VARIABLE)
     if missing:
@@ -75,7 +90,13 @@ def _rails(host: Host, names: set[str]) -> Iterator[Finding]:
     visible = [rail for rail in shown if rail.rail in names]
     placements = place(machine)
     verdict = judge_machine(machine, placements, predict(machine, visible, attached(placements)), "efa")
-    if preset:
+    lost = unknown_names(machine, preset or "")
+    if lost:
+        text = f"{VARIABLE}={preset}: {', '.join(map(repr, lost))} is no EFA device of this host, and left out"
+        yield Finding(
+            "rails", "warning", text, "give exact names (kvxfer rails shows them), with nothing but commas between"
+        )
+    elif preset:
         text = f"{VARIABLE}={preset}: {len(visible)} of {len(machine.rails)} rails; each process is kept to these"
         yield Finding("rails", "ok", text)
     elif verdict.violations:

@@ -159,9 +159,8 @@ def check_hugepages(host: Host) -> Iterator[Finding]:
     """The efa provider of libfabric takes its own buffers from huge pages of 2 MiB where there are any."""
     if not host.machine.efas:
         return
-    free = next(
-        (line.split()[1] for line in host.text("proc/meminfo").splitlines() if line.startswith("HugePages_Free:")), "0"
-    )
+    told = re.search(r"^HugePages_Free:\s*(\d+)", host.text("proc/meminfo"), re.MULTILINE)
+    free = told[1] if told else "0"
     if free == "0" and host.environment.get("FI_EFA_USE_HUGE_PAGE", "1") != "0":
         text = "no huge page is free: each rail's buffers take ordinary pages"
         yield Finding(

@@ -6,6 +6,7 @@ import functools
 import os
 import platform
 import resource
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -139,10 +140,25 @@ def ask_providers(libfabric: str) -> list[Provider]:
     script = Path(__file__).with_name("providers.py")
     try:
         done = subprocess.run(
-            [sys.executable, "-I", str(script), libfabric], capture_output=True, text=True, timeout=_SECONDS, check=True
+            [sys.executable, "-I", str(script), libfabric],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_SECONDS,
+            check=True,
         )
         return msgspec.json.decode(done.stdout, type=list[Provider])
     except subprocess.CalledProcessError as error:
-        raise NativeLibraryError(f"{libfabric} did not list its providers: {error.stderr.strip() or error}") from error
+        said = error.stderr.strip().splitlines()[-1:]  # a traceback's last line has the reason
+        ended = f"the process that asked it was ended by {_signal(-error.returncode)}" if error.returncode < 0 else ""
+        why = "; ".join(filter(None, (*said, ended))) or str(error)
+        raise NativeLibraryError(f"{libfabric} did not list its providers: {why}") from error
     except (OSError, subprocess.SubprocessError, msgspec.DecodeError) as error:
         raise NativeLibraryError(f"{libfabric} did not list its providers: {error}") from error
+
+
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -19,7 +19,7 @@ def check_settings(host: Host) -> Iterator[Finding]:
     if not host.machine.neurons:
         return
     mapped = host.environment.get("NEURON_RT_MAP_HBM", "1").strip().lower()
-    if mapped != "true" and not (mapped.isascii() and mapped.isdigit() and int(mapped) > 0):
+    if mapped != "true" and not (mapped.isascii() and mapped.isdigit() and mapped.strip("0")):
         text = f"NEURON_RT_MAP_HBM={mapped}: HBM is not mapped, and no peer reaches it"
         yield Finding("neuron settings", "problem", text, "unset NEURON_RT_MAP_HBM, or export NEURON_RT_MAP_HBM=1")
         return

@@ -181,7 +181,7 @@ def prepare(
             _check_runs(prepared, number, useful, budget)
     except LayoutMismatchError as error:
         raise LayoutMismatchError(
-            f"{error}\n{names[0]} lays {spell(source)};\n{names[1]} lays {spell(sink)};\n{_cure(source, sink)}"
+            f"{error}\n{names[0]} lays {spell(source)};\n{names[1]} lays {spell(sink)};\n{_cure(source, sink, names)}"
         ) from None
     return prepared
 
@@ -231,7 +231,31 @@ def _check_runs(prepared: Prepared, number: int, useful: int, budget: Budget) ->
         raise LayoutMismatchError(f"blocks would move in runs of {size // count} bytes on average")
 
 
-def _cure(source: CacheMap, sink: CacheMap) -> str:
+def _cure(source: CacheMap, sink: CacheMap, names: tuple[str, str]) -> str:
+    joined = [name for name, cache in zip(names, (source, sink), strict=True) if _joins(cache)]
+    if len(joined) == 1:
+        return (
+            f"{joined[0]} joins K and V in each token, as newer vLLM does, which no VLLM_KV_CACHE_LAYOUT changes: set "
+            f"staging_bytes on {names[1]} to let it re-pack, if its platform does (CUDA's and the host's do, Neuron's does not), "
+            f"or run {joined[0]} on a vLLM that keeps them apart (docs/neuron.md), "
+            "with VLLM_KV_CACHE_LAYOUT=HND. Both need the same model, --dtype and "
+            "--kv-cache-dtype"
+        )
     sizes = [[group.block_size for group in cache.groups] for cache in (source, sink)]
     block = "" if sizes[0] == sizes[1] else " and the same --block-size"
     return f"set VLLM_KV_CACHE_LAYOUT=HND{block} on both, with the same model, --dtype and --kv-cache-dtype"
+
+
+def _joins(cache: CacheMap) -> bool:
+    """Tell whether a head's K and V of one token lie side by side, so that neither has tokens in a row."""
+    starts = {
+        (plane.name, layer): (base, plane)
+        for group in cache.groups
+        for plane in group.planes
+        if not plane.interior
+        for layer, base in zip(plane.layers, plane.bases, strict=True)
+    }
+    pairs = [
+        (at, starts["v", layer][0]) for (name, layer), at in starts.items() if name == "k" and ("v", layer) in starts
+    ]
+    return any(value - base == plane.content for (base, plane), value in pairs)

@@ -11,9 +11,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import IO, TYPE_CHECKING, Literal
 
 from kvxfer.errors import ConfigError, RailsError
 from kvxfer.rails.local import place
@@ -155,21 +155,18 @@ def captured_stderr() -> Iterator[list[str]]:
     """Read along what the process writes to stderr meanwhile, native libraries too; the list has the lines afterwards.
 
     A process of its own (tee) reads and passes everything on at once: a library that ends this process over a variable says why
-    just before, and one that holds Python's lock while it logs must not wait for us. Where there is no tee, nothing is read.
+    just before, and one that holds Python's lock while it logs must not wait for us. Where there is no tee, no stderr (a daemon)
+    or no room for a temporary file (a container whose file system is read-only), nothing is read: a check is not worth a worker.
     """
     lines: list[str] = []
-    tee = shutil.which("tee")
-    if tee is None:
-        yield lines
-        return
-    sys.stderr.flush()
-    with tempfile.NamedTemporaryFile() as taken, os.fdopen(os.dup(2), "wb") as real:
-        reader = subprocess.Popen(
-            [tee, taken.name], stdin=subprocess.PIPE, stdout=real, stderr=subprocess.DEVNULL, start_new_session=True
-        )
-        assert reader.stdin is not None
-        with reader.stdin:
-            os.dup2(reader.stdin.fileno(), 2)
+    with ExitStack() as held:
+        listening = None
+        with suppress(OSError):
+            listening = _listen(held)
+        if listening is None:
+            yield lines
+            return
+        reader, taken, real = listening
         try:
             yield lines
         finally:
@@ -179,3 +176,20 @@ def captured_stderr() -> Iterator[list[str]]:
             with suppress(subprocess.TimeoutExpired):
                 reader.wait(_PATIENCE)
             lines.extend(taken.read().decode(errors="replace").splitlines())
+
+
+def _listen(held: ExitStack) -> tuple[subprocess.Popen[bytes], IO[bytes], IO[bytes]] | None:
+    """Put the reader in the place of stderr. Returns it, what it takes down and the real stderr; None where there is no tee."""
+    tee = shutil.which("tee")
+    if tee is None or sys.stderr is None:
+        return None
+    taken = held.enter_context(tempfile.NamedTemporaryFile())  # noqa: SIM115 - closed with the others
+    real = held.enter_context(os.fdopen(os.dup(2), "wb"))
+    sys.stderr.flush()
+    reader = subprocess.Popen(
+        [tee, taken.name], stdin=subprocess.PIPE, stdout=real, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    assert reader.stdin is not None
+    with reader.stdin:
+        os.dup2(reader.stdin.fileno(), 2)
+    return reader, taken, real

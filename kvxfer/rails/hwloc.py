@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 import xml.etree.ElementTree as ET
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from kvxfer.errors import ConfigError
@@ -19,16 +21,29 @@ _PACKAGES = frozenset({"Package", "Socket", "Die", "Group", "NUMANode"})
 
 
 def read_hwloc(path: Path) -> Machine:
-    """Read a topology. Raises ConfigError when the file is not hwloc's, or has no I/O in it."""
+    """Read a topology. Raises ConfigError when the file is not hwloc's, has no I/O in it, or cannot be one machine's.
+
+    What only describes a device (its NUMA node, its link) and is not as hwloc writes it counts as unknown.
+    """
     try:
         root = ET.parse(path).getroot()  # noqa: S314 - the operator's own file; expat bounds entities itself
-    except (OSError, ET.ParseError) as error:
+    except (OSError, ET.ParseError, LookupError, ValueError) as error:  # the last two: encodings
         raise ConfigError(f"{path} cannot be read as an XML topology: {error}") from error
     top = root.find("object")
     if root.tag != "topology" or top is None:
         raise ConfigError(f"{path} is not a topology of hwloc: make one with lstopo --of xml --whole-io FILE.xml")
     reader = _Reader()
-    reader.add(top, None, None)
+    try:
+        reader.add(top, None, None)
+    except RecursionError:
+        raise ConfigError(
+            f"{path} is nested deeper than the devices of any machine: is it an export of lstopo?"
+        ) from None
+    twice = [
+        where for where, times in Counter(n.where for n in reader.nodes if n.kind == "device").items() if times > 1
+    ]
+    if twice:
+        raise ConfigError(f"{path} has more than one device at {twice[0]}: it is not the topology of one machine")
     if not any(node.kind == "device" for node in reader.nodes):
         raise ConfigError(f"{path} has no PCI devices in it: export it with lstopo --of xml --whole-io FILE.xml")
     return Machine(tuple(reader.nodes), str(path), reader.instance_type)
@@ -81,7 +96,7 @@ class _Reader:
             device=device,
             pci_class=pci_class,
             numa=numa,
-            link=float(entry.get("pci_link_speed") or 0) * 8,  # hwloc's unit is GB/s
+            link=_link(entry.get("pci_link_speed", "")),
             buses=span,
             names=tuple(
                 child.get("name", "")
@@ -91,9 +106,24 @@ class _Reader:
         )
 
 
+def _link(text: str) -> float:
+    """Return Gbit/s of hwloc's GB/s."""
+    try:
+        speed = float(text or 0) * 8
+    except ValueError:
+        return 0.0
+    return speed if math.isfinite(speed) else 0.0
+
+
 def _single_bit(mask: str) -> int | None:
-    """Return the only bit of hwloc's set notation (0x1, or comma-separated words of 32 bits), None where there are several."""
-    words = [int(word or "0", 16) for word in mask.split(",")]
+    """Return the only bit of hwloc's set notation (0x1, or comma-separated words of 32 bits), None where there are several.
+
+    An endless set begins with ``0xf...f``: no single bit either.
+    """
+    try:
+        words = [int(word or "0", 16) for word in mask.split(",")]
+    except ValueError:
+        return None
     value = 0
     for word in words:
         value = value << 32 | word

@@ -236,17 +236,18 @@ class _Placements:
         that registered nothing in this log cannot be judged: it may be a thread beside the one that did, or cut off.
         """
         writers = list(writers)
-        if not all(registration.whole for writer in writers for registration in writer.registrations):
+        whole = all(registration.whole for writer in writers for registration in writer.registrations)
+        if not whole or any(writer.untold for writer in writers):
             return  # what is missing may be what uses them; a reason has been given
         used = {name for writer in writers for name in writer.used}
         elsewhere = [one for writer in writers if not writer.created for one in writer.registrations]
+        silent = [one for one in writers if one.created and not (one.registrations or elsewhere or one.host_rails)]
+        for writer in silent:
+            self._reason(f"{writer.key} opened rails, and no registration of it is in the log")
+            used |= {created.name for created in writer.created.values()}  # for all that is known
         for writer in writers:
-            if not writer.created:
-                continue
             registrations = writer.registrations or elsewhere
-            if not registrations:
-                if not writer.host_rails:
-                    self._reason(f"{writer.key} opened rails, and no registration of it is in the log")
+            if not writer.created or not registrations:
                 continue
             idle = {created.name: created for created in writer.created.values() if created.name not in used}
             for name in self._neighbours(writer, registrations):
@@ -304,8 +305,17 @@ def _told(writers: Sequence[Writer], log: NixlLog, provider: str, verdict: Verdi
             what = "has no line of NIXL's"
         verdict.reasons.append(f"the log ({files}) {what}: set {LEVEL} for the server and start it again")
         return
+    if log.left_out:
+        verdict.reasons.append(
+            f"Ray left out {log.left_out} lines that are like others: set RAY_DEDUP_LOGS=0 for the server and start it again"
+        )
     if provider != "efa":
         return
+    if registrations:
+        for writer in writers:
+            if writer.untold:
+                what = "registered device memory" if writer.device_memory else "opened rails"
+                verdict.reasons.append(f"{writer.key} {what}, and does not tell which rails: set {LEVEL} for it too")
     if not registrations:
         if any(writer.device_memory for writer in writers):
             verdict.reasons.append(f"device memory was registered, but not told where: set {LEVEL} for the server")

@@ -6,9 +6,10 @@ The older forms of 0.9 and 0.10 ("Created data rail", "GPU-PCI") are read too. "
 lines; the warnings of fallbacks come at every level.
 
 A server's log is many processes' at once. Each line of NIXL's begins with abseil's prefix, which has the id of the *thread*;
-vLLM puts the process before it where it can. Lines are told apart by those, and a line that ran into another is split. Threads
-of one process cannot be told from processes: an agent that is created on one thread and registers on another shows as two
-writers (``judge`` knows).
+vLLM puts the process before it where it can, Ray the process and its host, docker compose and kubectl the container. Lines
+are told apart by those, and a line that ran into another is split. Threads of one process cannot be told from processes: an
+agent that is created on one thread and registers on another shows as two writers (``judge`` knows). Ray leaves out lines that
+are alike; what was left out is counted, since a log without them proves nothing.
 """
 
 from __future__ import annotations
@@ -26,18 +27,20 @@ LEVEL = "NIXL_LOG_LEVEL=DEBUG"
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _PREFIX = re.compile(r"[IWEF]\d{4} \d\d:\d\d:\d\d\.\d+ +(\d+) [\w./-]+:\d+\] ")
-_PROCESS = re.compile(r"\bpid=(\d+)\)")
+_PROCESS = re.compile(r"\bpid=(\d+)(, ip=[^\s,)]+)?\)")
+_CONTAINER = re.compile(r"(?:\[(pod/\S+)\]|(\S+) +\|) ")
+_LEFT_OUT = re.compile(r"\[repeated (\d{1,9})x across cluster\]")
 
 _ON = r"VRAM memory (\S+) on (?:device PCI|GPU-PCI) (\S*)"
-_CREATED = re.compile(r"Created (?:data )?rail (\d+) \(device=([^,()]+), provider=([^()]+)\)")
-_OPENED = re.compile(r"Created (\d+) rails using provider=(\S+)")
-_DISCOVERED = re.compile(r"Discovered (\d+) (efa|EFA|tcp|sockets|cxi) devices")
-_MAPPED = re.compile(_ON + r" mapped to rail (\d+) \(EFA device=([^()]+)\)")
-_TOTAL = re.compile(_ON + r" will use (\d+) rails total")
+_CREATED = re.compile(r"Created (?:data )?rail (\d{1,9}) \(device=([^,()]+), provider=([^()]+)\)")
+_OPENED = re.compile(r"Created (\d{1,9}) rails using provider=([\w;.+-]+)")
+_DISCOVERED = re.compile(r"Discovered (\d{1,9}) (efa|EFA|tcp|sockets|cxi) devices")
+_MAPPED = re.compile(_ON + r" mapped to rail (\d{1,9}) \(EFA device=([^()]+)\)")
+_TOTAL = re.compile(_ON + r" will use (\d{1,9}) rails total")
 _QUERIED = re.compile(r"Queried PCI bus ID: (\S*) for (GPU|Neuron device) (-?\d+)")
-_ON_RAIL = re.compile(r"Registered memory on rail (\d+) \(")
-_REGISTERED = re.compile(r"Registered memory on (\d+) rails, mem_type=(\w+)")
-_TABLE = re.compile(r"^\s*(?:Accelerator-PCI )?([0-9a-f]+:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]) → \[([^\]]*)\]")
+_ON_RAIL = re.compile(r"Registered memory on rail (\d{1,9}) \(")
+_REGISTERED = re.compile(r"Registered memory on (\d{1,9}) rails, mem_type=(\w+)")
+_TABLE = re.compile(r"^\s*(?:Accelerator-PCI )?([0-9a-f]{1,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]) → \[([^\]]*)\]")
 _RUNTIME = re.compile(r"System runtime: (CUDA|NEURON|SYSTEM)")
 
 _FALLBACKS = (
@@ -117,6 +120,11 @@ class Writer:
     pending: set[int] = field(default_factory=set)
 
     @property
+    def untold(self) -> bool:
+        """Whether it opened rails, or registered device memory, without the lines that say which: its log level was too low."""
+        return not self.registrations and (self.device_memory or (bool(self.counts) and not self.created))
+
+    @property
     def mapped(self) -> set[str]:
         """Names of the rails that carry some device memory."""
         return {name for registration in self.registrations for name in registration.rails}
@@ -135,6 +143,8 @@ class NixlLog:
     files: int = 0
     nixl_lines: int = 0
     """How many lines with NIXL's prefix were looked at: 0 if there are none."""
+    left_out: int = 0
+    """How many lines of NIXL's about rails Ray counted and did not write."""
 
     def read(self, file: str, lines: Iterable[str]) -> None:
         """Take the lines of one file."""
@@ -143,14 +153,28 @@ class NixlLog:
             if _ANY.search(raw) is None and self.nixl_lines:
                 continue
             text = _COLOUR.sub("", raw.rstrip("\n"))
-            process = _PROCESS.search(text)
+            process = _process(text)
             for thread, message in _messages(text):
                 self.nixl_lines += thread is not None
-                who = f"pid {process[1]}" if process else f"thread {thread}" if thread else "all"
-                key = f"{file}: {who}"
+                who = process or (f"thread {thread}" if thread else "all")
+                key = ": ".join(filter(None, (file, _container(text), who)))
                 writer = self.writers.get(key) or Writer(key)
                 if _take(writer, message, Line(file, number, message.strip())):
                     self.writers[key] = writer
+                    self.left_out += sum(int(times) for times in _LEFT_OUT.findall(message))
+
+
+def _process(text: str) -> str:
+    """Name the process that wrote a line: the last one named before NIXL's own prefix, where others passed the line on."""
+    first = _PREFIX.search(text)
+    named = list(_PROCESS.finditer(text, 0, first.start() if first else len(text)))
+    return f"pid {named[-1][1]}{named[-1][2] or ''}" if named else ""
+
+
+def _container(text: str) -> str:
+    """Name the container that docker compose, or ``kubectl logs --prefix``, put before a line: process ids repeat in others."""
+    match = _CONTAINER.match(text)
+    return (match[1] or match[2]) if match else ""
 
 
 def _messages(text: str) -> list[tuple[str | None, str]]:

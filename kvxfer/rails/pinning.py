@@ -21,13 +21,17 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvxfer.errors import KvxferError, RailsError
 from kvxfer.rails.check import Outcome, RailsCheck, captured_stderr
+from kvxfer.rails.local import place
 from kvxfer.rails.nixl_log import LEVEL
 from kvxfer.rails.pci import Address, Machine
-from kvxfer.rails.policy import VARIABLE, Pin, expectation, pin
+from kvxfer.rails.policy import VARIABLE, Pin, expectation, pin, unknown_names
 from kvxfer.rails.sysfs import read_sysfs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, MutableMapping, Sequence
+
+    from kvxfer.rails.local import Placement
+    from kvxfer.rails.pci import Node
 
 logger = logging.getLogger("kvxfer.rails")
 
@@ -101,7 +105,10 @@ class WorkerRails:
         told = platform.pci_address(device)
         if told is None:
             return None
-        address = Address.parse(told)
+        try:
+            address = Address.parse(told)
+        except ValueError as error:
+            raise RailsError(f"the platform's address of its device {device} cannot be read: {error}") from None
         node = self._machine.at(address)
         if node is None or node not in self._machine.accelerators:
             raise RailsError(
@@ -138,6 +145,37 @@ class WorkerRails:
             )
         else:
             logger.info("rails: nothing is pinned: %s", self.pin.why)
+            self._doubt(preset or "")
+        if self.pin.value is not None or self.pin.rails:
+            self._far()
+
+    def _doubt(self, preset: str) -> None:
+        """Tell of names in a preset value that libfabric leaves out without a word: a space behind a comma makes one."""
+        lost = unknown_names(self._machine, preset) if self._machine.rails else []
+        if lost:
+            logger.warning(
+                "rails: %s=%s: %s is no EFA device here, and left out; exact names, with nothing but commas between",
+                VARIABLE, preset, ", ".join(map(repr, lost)),
+            )  # fmt: skip
+
+    def _far(self) -> None:
+        """Tell when the rails that somebody chose are all far from the device: NIXL takes them, and nothing else says so."""
+        for one in place(self._machine, self._asked):
+            if (
+                one.node.address == self._device
+                and one.rails
+                and not {*one.rails, *self._near(one)} & {*self.pin.rails}
+            ):
+                logger.warning(
+                    "rails: %s is kept to %s, none of which is local to it: local is %s (%s)",
+                    one.name, _listed({rail.rail for rail in self.pin.rails}), _listed({rail.rail for rail in one.rails}),
+                    one.why,
+                )  # fmt: skip
+
+    @staticmethod
+    def _near(placement: Placement) -> Sequence[Node]:
+        """Return what else is as good: on CUDA NIXL deals all of the switch's rails out anew among those that are shown."""
+        return placement.switch_rails if placement.kind == "cuda" else ()
 
     # --- after ------------------------------------------------------------------------------------------------------
 

@@ -139,6 +139,12 @@ def _preset(machine: Machine, preset: str) -> tuple[Node, ...]:
     return tuple(rail for rail in machine.rails if rail.rail in names)
 
 
+def unknown_names(machine: Machine, preset: str) -> list[str]:
+    """Return those entries of a value of FI_EFA_IFACE, as they stand there, that are no device of the machine."""
+    known = {rail.rail for rail in machine.rails}
+    return [] if preset.startswith("all") else [name for name in preset.split(",") if name and name not in known]
+
+
 def _ordered(machine: Machine, rails: Sequence[Node]) -> tuple[Node, ...]:
     return tuple(rail for rail in machine.rails if rail in rails)
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+
 from kvxfer.rails.instances import INSTANCE_TYPES
 from kvxfer.rails.policy import pin
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rich.console import Console
     from rich.tree import Tree
 
     from kvxfer.rails.counters import Traffic
@@ -82,14 +83,23 @@ def notes(report: Report) -> list[str]:
     if hidden:
         listed = ", ".join(str(node.where) for node in hidden)
         found.append(
-            f"no device files here for {listed}; NIXL counts hidden accelerators, and does not see hidden EFA devices"
+            f"no device files here for {listed}, or none that this process may open; NIXL counts hidden accelerators, and does "
+            "not see hidden EFA devices"
         )
     return found
 
 
+class Terminal(Console):
+    """A console that leaves it to its caller what a reader who has left means; rich's own ends the process with status 1."""
+
+    def on_broken_pipe(self) -> None:
+        """Let the error of the pipe go on."""
+        raise BrokenPipeError
+
+
 def show(report: Report, console: Console) -> None:
     """Print the tree, what NIXL would do, and the verdict."""
-    console.print(_tree(report))
+    console.print(_tree(report, "→" if console.encoding.startswith("utf") else "->"))
     prediction, verdict = report.prediction, report.verdict
     count = len(prediction.rails)
     rails = f"{count} rail{'s' if count > 1 else ''}" if count else "its first device"
@@ -108,7 +118,7 @@ def show(report: Report, console: Console) -> None:
         console.print("as expected", style="green")
 
 
-def _tree(report: Report) -> Tree:
+def _tree(report: Report, arrow: str) -> Tree:
     """Draw the machine down to the devices, without the bridges that lead to nothing or to one thing only."""
     from rich.text import Text
     from rich.tree import Tree
@@ -127,7 +137,7 @@ def _tree(report: Report) -> Tree:
         rails = ", ".join(f"{rail.rail} ({rail.where})" for rail in placement.rails) or "none"
         choice = report.prediction.choices[placement.node]
         agree = "" if choice.rails == placement.rails else f" [NIXL: {choice.how}]"
-        line = f"{placement.name} → {rails}  ({placement.source}: {placement.why}){agree}"
+        line = f"{placement.name} {arrow} {rails}  ({placement.source}: {placement.why}){agree}"
         branch(placement.switch or alone).add(Text(line))
     owned = {rail for placement in report.placements for rail in placement.switch_rails}
     for efa in report.machine.efas:

@@ -5,7 +5,8 @@ A device's real path in sysfs names all bridges above it, so one pass over ``bus
 (virtual machines), everything hangs below the machine itself, as in hwloc's tree.
 
 A container sees the host's whole PCI tree, and so does NIXL's grouping; what it lacks are device files. An EFA device without its
-/dev/infiniband/uverbsN, or a device file that is missing for a Neuron device, makes a node that is not ``usable``.
+/dev/infiniband/uverbsN, or a device file that is missing for a Neuron device, makes a node that is not ``usable``; so does one
+that this process may not open.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ def run_neuron_ls() -> str:
     if tool is None:
         return ""
     try:
-        done = subprocess.run([tool, "-j"], capture_output=True, text=True, timeout=_NEURON_LS_SECONDS, check=True)
+        done = subprocess.run([tool, "-j"], capture_output=True, timeout=_NEURON_LS_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError):
         return ""
-    return done.stdout
+    return done.stdout.decode(errors="replace")
 
 
 def read_sysfs(root: Path = Path("/"), neuron_ls: str = "") -> Machine:
@@ -56,7 +57,7 @@ def read_sysfs(root: Path = Path("/"), neuron_ls: str = "") -> Machine:
     for link in links:
         try:
             paths[Address.parse(link.name)] = link.resolve()
-        except (ValueError, OSError):
+        except (ValueError, OSError, RuntimeError):  # the last one: links in a circle, up to Python 3.12
             continue
     indices = _neuron_indices(neuron_ls)
     tree = _Builder(root, paths, indices)
@@ -138,7 +139,7 @@ class _Builder:
     def _node(self, address: Address, parent: Node) -> Node:
         path = self._paths[address]
         whole_class = _number(path / "class", 16) or 0
-        kind: Kind = "bridge" if whole_class >> 16 == 0x06 and (path / "secondary_bus_number").exists() else "device"  # noqa: PLR2004
+        kind: Kind = "bridge" if whole_class >> 16 == 0x06 and _there(path / "secondary_bus_number") else "device"  # noqa: PLR2004
         buses = None
         if kind == "bridge":
             first, last = (_number(path / name, 10) or 0 for name in ("secondary_bus_number", "subordinate_bus_number"))
@@ -163,32 +164,36 @@ class _Builder:
         dev = self._root / "dev"
         if node.is_efa:
             verbs = _entries(path / "infiniband_verbs")
-            return bool(verbs) and all((dev / "infiniband" / entry.name).exists() for entry in verbs)
+            return bool(verbs) and all(_openable(dev / "infiniband" / entry.name) for entry in verbs)
         if node.is_neuron:
             index = self._indices.get(node.where)
             return bool(self._neuron_files) if index is None else index in self._neuron_files
         if node.is_gpu:
             minor = self._gpu_minors.get(node.where)
-            return (dev / f"nvidia{minor}").exists() if minor is not None else any(dev.glob("nvidia[0-9]*"))
+            files = dev.glob("nvidia[0-9]*") if minor is None else [dev / f"nvidia{minor}"]
+            return any(_openable(file) for file in files)
         return True
 
 
 def _neuron_indices(neuron_ls: str) -> dict[Address, int]:
     """Read ``neuron-ls -j``: a list of objects whose ``bdf`` has no domain (SDK, tools/neuron-sys-tools/neuron-ls.rst)."""
     try:
-        return {
+        told = {
             Address.parse(str(entry["bdf"])): int(entry["neuron_device"]) for entry in json.loads(neuron_ls or "[]")
         }
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return {}
+    return told if len(set(told.values())) == len(told) and min(told.values(), default=0) >= 0 else {}
 
 
 def _neuron_files(dev: Path) -> set[int]:
     """Return the host indices of the Neuron devices that have a file: its minor number, since a container may rename it."""
     found = set()
     for path in dev.glob("neuron[0-9]*"):
-        status = path.stat()
-        found.add(os.minor(status.st_rdev) if stat.S_ISCHR(status.st_mode) else int(path.name.removeprefix("neuron")))
+        number = path.name.removeprefix("neuron")
+        if number.isascii() and number.isdigit() and _openable(path):
+            status = path.stat()
+            found.add(os.minor(status.st_rdev) if stat.S_ISCHR(status.st_mode) else int(number))
     return found
 
 
@@ -196,16 +201,18 @@ def _gpu_minors(root: Path) -> dict[Address, int]:
     minors = {}
     for folder in _entries(root / "proc/driver/nvidia/gpus"):
         match = re.search(r"Device Minor:\s*(\d+)", _text(folder / "information"))
-        if match:
-            minors[Address.parse(folder.name)] = int(match[1])
-    return minors
+        try:
+            minors[Address.parse(folder.name)] = int(match[1]) if match else -1
+        except ValueError:
+            continue
+    return {address: minor for address, minor in minors.items() if minor >= 0}
 
 
 def _link(path: Path) -> float:
     """Return Gbit/s of the link above the device, coding taken off; 0 where the kernel does not say."""
-    speed = re.match(r"([\d.]+) GT/s", _text(path / "current_link_speed"))
+    speed = re.match(r"(\d+(?:\.\d+)?) GT/s", _text(path / "current_link_speed"))
     width = _number(path / "current_link_width", 10)
-    if speed is None or not width or width == 255:  # noqa: PLR2004 - the kernel's "unknown"
+    if speed is None or width is None or not 0 < width < 255:  # noqa: PLR2004 - the kernel's "unknown"
         return 0.0
     rate = float(speed[1])
     return rate * width * _GT_TO_GBPS.get(rate, 128 / 130)
@@ -216,6 +223,18 @@ def _entries(folder: Path) -> list[Path]:
         return sorted(folder.iterdir())
     except OSError:
         return []
+
+
+def _there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a directory above it that may not be searched
+        return False
+
+
+def _openable(file: Path) -> bool:
+    """Whether there is such a file, and this process may read and write it."""
+    return os.access(file, os.R_OK | os.W_OK)
 
 
 def _text(path: Path) -> str:

@@ -17,6 +17,18 @@ LIBRARY: Final = "libcuda.so.1"
 OVERRIDE: Final = "KVXFER_LIBCUDA"
 _ADDRESS = re.compile(r"(?:([0-9a-f]{1,8}):)?([0-9a-f]{1,2}):([0-9a-f]{1,2})\.([0-7])", re.IGNORECASE)
 _ROOM = 32
+_VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
+
+_CURES: Final = {
+    100: f"no GPU is visible: give the container GPUs, and let {_VISIBLE} name some of them, or unset it",
+    101: f"this process sees fewer GPUs than that: let {_VISIBLE} name each GPU once, by its index or UUID, or unset it",
+    802: "start nvidia-fabricmanager, and wait until it is up",
+    803: "libcuda and the kernel module are of two versions: reboot, or give the container the host's libcuda",
+    804: "take CUDA's forward compatibility libraries (cuda-compat) off LD_LIBRARY_PATH, or update the driver",
+}
+"""What to do about CUresult's codes (cuda.h): NO_DEVICE, INVALID_DEVICE, SYSTEM_NOT_READY, SYSTEM_DRIVER_MISMATCH,
+COMPAT_NOT_SUPPORTED_ON_DEVICE."""
+_ELSE: Final = "nvidia-smi and dmesg on the host say more"
 
 
 def pci_address(device: int) -> str:
@@ -26,7 +38,8 @@ def pci_address(device: int) -> str:
         driver = ctypes.CDLL(name)
     except OSError as error:
         raise PlatformError(
-            f"NVIDIA's driver library cannot be loaded, though there is memory of a GPU: {error}"
+            f"NVIDIA's driver library cannot be loaded, though there is memory of a GPU: {error}; give the container the host's "
+            f"(--gpus, NVIDIA's container toolkit), or name its file in {OVERRIDE}"
         ) from error
     handle, text = ctypes.c_int(), ctypes.create_string_buffer(_ROOM)
     _call(driver, name, "cuInit", ctypes.c_uint(0))
@@ -34,7 +47,7 @@ def pci_address(device: int) -> str:
     _call(driver, name, "cuDeviceGetPCIBusId", text, ctypes.c_int(_ROOM), handle)
     found = _ADDRESS.fullmatch(text.value.decode(errors="replace"))
     if found is None:
-        raise PlatformError(f"{name} gives device {device} the PCI address {text.value!r}, which is none")
+        raise PlatformError(f"{name} gives device {device} the PCI address {text.value!r}, which is none: {_ELSE}")
     domain, bus, slot, function = (int(part or "0", 16) for part in found.groups())
     return f"{domain:04x}:{bus:02x}:{slot:02x}.{function}"
 
@@ -43,11 +56,18 @@ def _call(driver: ctypes.CDLL, library: str, function: str, *arguments: object) 
     try:
         call = getattr(driver, function)
     except AttributeError as error:
-        raise PlatformError(f"{library} has no {function}: it is no driver library of NVIDIA's") from error
+        raise PlatformError(
+            f"{library} has no {function}: it is no driver library of NVIDIA's; put the driver's own first in "
+            f"LD_LIBRARY_PATH, or name its file in {OVERRIDE}"
+        ) from error
     call.restype = ctypes.c_int
     code = call(*arguments)
     if code:
-        raise PlatformError(f"{function} of {library} failed with {_name(driver, code)}")
+        said = os.environ.get(_VISIBLE)
+        seen = "" if said is None else f" ({_VISIBLE}={said})"
+        raise PlatformError(
+            f"{function} of {library} failed with {_name(driver, code)}{seen}: {_CURES.get(code, _ELSE)}"
+        )
 
 
 def _name(driver: ctypes.CDLL, code: int) -> str:
@@ -55,5 +75,5 @@ def _name(driver: ctypes.CDLL, code: int) -> str:
     text = ctypes.c_char_p()
     name = getattr(driver, "cuGetErrorName", None)
     if name is not None and name(ctypes.c_int(code), ctypes.byref(text)) == 0 and text.value:
-        return f"{text.value.decode()} ({code})"
+        return f"{text.value.decode(errors='replace')} ({code})"
     return f"error {code}"

@@ -118,15 +118,15 @@ class CudaPlatform(Platform):
         """Name the CPUs of the described device's NUMA node, of those that this process may use.
 
         The engine core's are counted in, since a worker's own thread may be bound to fewer. None before a cache was
-        described, or where the kernel does not tell.
+        described, or where the driver or the kernel does not tell.
         """
         if self._device is None:
             return None
-        place_in_sysfs = self._root / "sys/bus/pci/devices" / driver.pci_address(self._device)
         try:
+            place_in_sysfs = self._root / "sys/bus/pci/devices" / driver.pci_address(self._device)
             near = _cpus((place_in_sysfs / "local_cpulist").read_text())
             allowed = os.sched_getaffinity(os.getppid()) | os.sched_getaffinity(0)
-        except (OSError, ValueError):
+        except (OSError, ValueError, PlatformError):  # what the driver does not tell is said where rails are chosen
             return None
         return near & allowed or None
 

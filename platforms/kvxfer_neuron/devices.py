@@ -62,7 +62,7 @@ class Devices:
         found = {}
         for path in (self._root / "dev").glob("neuron[0-9]*"):
             number = path.name.removeprefix("neuron")
-            if number.isdigit():
+            if number.isascii() and number.isdigit() and os.access(path, os.R_OK | os.W_OK):
                 status = path.stat()
                 found[int(number)] = os.minor(status.st_rdev) if stat.S_ISCHR(status.st_mode) else int(number)
         return found

@@ -168,7 +168,8 @@ class Nrt:
             return Address.parse(text.value.decode(errors="replace"))
         except ValueError:
             raise PlatformError(
-                f"nrt_get_attached_efa_bdf of {where} answered {text.value!r}: no PCI address"
+                f"nrt_get_attached_efa_bdf of {where} answered {text.value!r}: no PCI address. Name the EFA device in "
+                "KVXFER_NEURON_EFA; NIXL, which asks the same, takes every rail unless FI_EFA_IFACE is set"
             ) from None
 
     def dmabuf(self, address: int, length: int) -> int:

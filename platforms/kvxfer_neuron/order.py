@@ -92,7 +92,7 @@ def unmapped(environment: Mapping[str, str]) -> str:
 def _maps(value: str | None) -> bool:
     """Read NEURON_RT_MAP_HBM as libtorch-neuronx-lite does: ``true``, or a positive number."""
     said = (value or "").strip().lower()
-    return said == "true" or (said.isascii() and said.isdigit() and int(said) > 0)
+    return said == "true" or (said.isascii() and said.isdigit() and bool(said.strip("0")))
 
 
 def loaded(proc: Path, name: str) -> str | None:

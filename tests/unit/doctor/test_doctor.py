@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from kvxfer.doctor import fabric, hardware, software
+from kvxfer.doctor import fabric, hardware, neuron, software
 from kvxfer.doctor.command import examine
 from kvxfer.doctor.host import Host, Package, Provider, ask_providers, numbers, this_host
 from kvxfer.errors import NativeLibraryError
@@ -19,6 +20,7 @@ from kvxfer.transport.native import NativeLibrary, NativeReport
 sys.path.insert(0, str(Path(__file__).parents[1] / "rails"))
 import topologies as make
 
+COMPILER = shutil.which("cc")
 EFA = "/opt/amazon/efa/lib/libfabric.so.1"
 GOOD = {"vllm": "0.29.0", "nixl-cu12": "1.4.1", "nixl": "1.4.1"}
 OPEN_DRIVER = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05"
@@ -339,6 +341,21 @@ def test_huge_pages(host) -> None:
     wrong(host(make.p5en(), files=files), "hugepages", "warning", "no huge page", "nr_hugepages")
 
 
+@pytest.mark.parametrize("text", ["HugePages_Free:", "HugePages_Free: some", ""])
+def test_a_meminfo_that_does_not_tell(host, text) -> None:
+    wrong(host(make.p5en(), files={"proc/meminfo": text}), "hugepages", "warning", "no huge page", "nr_hugepages")
+
+
+@pytest.mark.parametrize(
+    ("value", "state"), [("9" * 5000, "ok"), ("0" * 5000, "problem"), ("00", "problem"), ("01", "ok")]
+)
+def test_numbers_of_any_length_map_hbm_or_not(host, value, state) -> None:
+    environment = {"LD_LIBRARY_PATH": "/opt/aws/neuron/lib", "NEURON_RT_MAP_HBM": value}
+    assert (
+        only(list(neuron.check_settings(host(make.trn2(), environment=environment))), "neuron settings").state == state
+    )
+
+
 # --- fabric -----------------------------------------------------------------------------------------------------------
 
 TCP = [Provider("tcp", "eth0", "x"), Provider("tcp", "lo", "x"), Provider("sockets", "eth0", "x")]
@@ -408,6 +425,37 @@ def test_a_pinned_environment(host) -> None:
     assert "1 of 16 rails" in findings[1].text
 
 
+@pytest.mark.parametrize(
+    ("preset", "lost"), [("rdmap201s0, rdmap202s0", "' rdmap202s0'"), ("rdmap201s0,eth0", "'eth0'")]
+)
+def test_a_pinned_environment_that_loses_a_rail(host, preset, lost) -> None:
+    one = host(make.trn2(), environment={"FI_EFA_IFACE": preset})
+    offers = [Provider("efa", "rdmap201s0-rdm", "efa")]
+    findings = list(fabric.check_provider(host_with(one, providers=lambda path: offers)))
+    assert [one.state for one in findings] == ["ok", "warning"]
+    assert f"FI_EFA_IFACE={preset}: {lost} is no EFA device of this host" in findings[1].text
+    assert "nothing but commas" in findings[1].cure
+
+
+def test_a_pinned_environment_that_names_nothing_here(host) -> None:
+    """libfabric then has no EFA device, which is not for want of an installation."""
+    one = host(make.trn2(), environment={"FI_EFA_IFACE": "rdmap201s0-rdm"})
+    (finding,) = fabric.check_provider(host_with(one, providers=lambda path: TCP))
+    assert finding.state == "problem"
+    assert "FI_EFA_IFACE=rdmap201s0-rdm names no EFA device of this host" in finding.text
+    assert "unset FI_EFA_IFACE" in finding.cure
+    assert "rdmap201s0,rdmap202s0" in finding.cure
+
+
+def test_an_empty_variable_that_ends_the_process_is_named(host) -> None:
+    def ends(path: str):
+        raise NativeLibraryError(f"{path} did not list its providers: the process that asked it was ended by SIGABRT")
+
+    one = host(make.trn2(), environment={"FI_EFA_IFACE": ""}, providers=ends)
+    (finding,) = fabric.check_provider(one)
+    assert (finding.state, "unset FI_EFA_IFACE" in finding.cure) == ("problem", True)
+
+
 def test_shared_memory_within_a_host(host) -> None:
     environment = {"LD_LIBRARY_PATH": "/opt/aws/neuron/lib"}
     wrong(host(make.trn2(), environment=environment), "shm", "warning", "shared memory", "FI_EFA_ENABLE_SHM_TRANSFER=0")
@@ -430,26 +478,79 @@ def test_versions(version, parts) -> None:
     assert numbers(version) == parts
 
 
+_FIRST = """
+import ctypes, os, sys
+ctypes.CDLL(sys.argv.pop(1)) if sys.argv[1:] else None
+from kvxfer import cli
+"""
+
+
+def alone(program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run a program in a process that has loaded nothing yet, but the library that is named first.
+
+    What a process has loaded as libcuda.so.1, a double of another test's, say, is NIXL's libcuda there for good.
+    """
+    command = [sys.executable, "-c", f"{_FIRST}\n{program}", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+
+
 def test_this_hosts_libfabric_lists_its_providers() -> None:
-    one = this_host()
-    found = one.libfabric()
-    assert found is not None, "the test environment has a libfabric"
-    offers = one.providers(found[0])
-    assert fabric.opened(offers)[0] != "none"
+    done = alone(
+        "from kvxfer.doctor import fabric\n"
+        "from kvxfer.doctor.host import this_host\n"
+        "one = this_host()\n"
+        "print(fabric.opened(one.providers(one.libfabric()[0]))[0])"
+    )
+    assert (done.stderr, done.stdout.strip() not in ("", "none")) == ("", True)
 
 
 def test_what_is_no_libfabric() -> None:
-    with pytest.raises(NativeLibraryError, match=r"libc\.so\.6 did not list its providers"):
+    """Its reason is one line, not the traceback of the process that asked."""
+    with pytest.raises(NativeLibraryError) as caught:
         ask_providers("libc.so.6")
+    assert str(caught.value).startswith("libc.so.6 did not list its providers: ")
+    assert "fi_dupinfo" in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
 
 
-def test_the_command_on_this_host() -> None:
-    from kvxfer import cli
+@pytest.mark.skipif(COMPILER is None, reason="no C compiler")
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("abort();", "ended by SIGABRT"),
+        ('fputs("some lines\\nFI_EFA_IFACE is empty\\n", stderr); abort();', "FI_EFA_IFACE is empty; .*SIGABRT"),
+        ("return 0;", "NULL pointer"),
+        ("*(volatile int *)0 = 1; return 0;", "ended by SIGSEGV"),
+        ('fputs("\\xff\\n", stderr); exit(3);', "did not list its providers"),
+    ],
+)
+def test_a_libfabric_that_ends_the_process_that_asks_it(tmp_path, body, said) -> None:
+    source, library = tmp_path / "libfabric.c", tmp_path / "libfabric.so.1"
+    text = f"#include <stdio.h>\n#include <stdlib.h>\nvoid *fi_dupinfo(void *i) {{ {body} }}\n"
+    source.write_text(f"{text}const char *fi_strerror(int e) {{ return 0; }}\nint fi_getinfo(void) {{ return 0; }}\n")
+    subprocess.run([COMPILER, "-w", "-shared", "-fPIC", "-o", library, source], check=True)
+    with pytest.raises(NativeLibraryError, match=said) as caught:
+        ask_providers(str(library))
+    assert "Traceback" not in str(caught.value)
 
-    if not cli.app.registered_commands:
-        cli._register_commands()
-    result = CliRunner().invoke(cli.app, ["doctor", "--json"])
-    out = json.loads(result.stdout)
-    assert result.exit_code == (0 if out["ok"] else 1)
+
+@pytest.mark.parametrize("before", [None, "int cuCtxSetCurrent(void) { return 0; }"])
+def test_the_command_on_this_host(tmp_path, before) -> None:
+    """Also where a libcuda that does not do is loaded already: a finding like any other."""
+    loaded = []
+    if before is not None:
+        if COMPILER is None:
+            pytest.skip("no C compiler")
+        loaded = [tmp_path / "libcuda.so.1"]
+        command = [COMPILER, "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", loaded[0], "-x", "c", "-"]
+        subprocess.run(command, input=before, text=True, check=True)
+    done = alone("sys.argv = ['kvxfer', 'doctor', '--json']\ncli.main()", *loaded)
+    out = json.loads(done.stdout)
+    assert done.stderr == ""
+    assert done.returncode == (0 if out["ok"] else 1)
+    if before is not None:
+        plugin = next(one for one in out["findings"] if one["check"] == "plugin")
+        assert (plugin["state"], "libcuda.so.1" in plugin["text"] + plugin["cure"]) == ("problem", True)
+        return
     assert {"python", "nixl", "plugin", "provider", "memlock"} <= {one["check"] for one in out["findings"]}
     assert all(one["cure"] or one["state"] == "ok" for one in out["findings"])

@@ -224,6 +224,38 @@ def test_a_hybrids_window_group_moves_the_prompts_last_window_only() -> None:
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("order", ["LBHNC", "LBNHC"])
+@pytest.mark.parametrize("joined_is", ["the source", "the sink"])
+def test_where_one_joins_k_and_v_in_a_token_the_cure_is_one_that_helps(order, joined_is) -> None:
+    """vLLM 0.26's joined cache and vllm-neuron's two halves: VLLM_KV_CACHE_LAYOUT changes nothing about either."""
+    both = [
+        neuron(SOURCE if joined_is == "the sink" else SINK),
+        vllm(order, SOURCE if joined_is == "the source" else SINK),
+    ]
+    source, sink = both if joined_is == "the sink" else both[::-1]
+    with pytest.raises(LayoutMismatchError) as caught:
+        prepare(source, sink)
+    _, ours, theirs, cure = str(caught.value).splitlines()
+    assert ours.startswith("the source lays k+v of")
+    assert theirs.startswith("the sink lays k+v of")
+    assert cure.startswith(f"{joined_is} joins K and V in each token")
+    assert "set staging_bytes on the sink" in cure
+    assert f"run {joined_is} on a vLLM that keeps them apart (docs/neuron.md), with VLLM_KV_CACHE_LAYOUT=HND" in cure
+
+
+@pytest.mark.parametrize("name", ["k", "kv"])
+def test_what_has_no_v_or_an_opaque_inside_joins_nothing(name) -> None:
+    """The cure is the plain one."""
+    (group,) = neuron().groups
+    plane = msgspec.structs.replace(group.planes[0], name=name, interior="" if name == "k" else "tiles", item=1)
+    if plane.interior:
+        plane = msgspec.structs.replace(plane, tokens=((1, 1),), channels=((BLOCK * DIM * 2, 1),))
+    cache = CacheMap((Group(BLOCK, BLOCKS, (plane,)),), neuron().spans, "VRAM")
+    with pytest.raises(LayoutMismatchError) as caught:
+        prepare(cache, neuron(SINK))
+    assert str(caught.value).splitlines()[-1].startswith("set VLLM_KV_CACHE_LAYOUT=HND")
+
+
 def test_what_would_move_in_crumbs_is_refused_with_both_layouts_and_a_cure() -> None:
     names = ("prefill-1 rank 0", "decode-1 rank 0")
     with pytest.raises(LayoutMismatchError) as caught:

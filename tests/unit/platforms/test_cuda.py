@@ -177,6 +177,9 @@ def test_background_cpus_are_those_near_the_device_that_may_be_used(tmp_path, mo
     platform.describe(caches, geometry)
     assert platform.background_cpus() is None, "the kernel does not tell"
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 2, 9} if pid else {2})
+    monkeypatch.setenv("FAKE_CUDA_ERROR", "999")
+    assert platform.background_cpus() is None, "nor does the driver, which is said where rails are chosen"
+    monkeypatch.delenv("FAKE_CUDA_ERROR")
     for text, expected in (("0-3,8\n", {1, 2}), ("9", {9}), ("4-7", None), ("\n", None), ("what", None)):
         (place / "local_cpulist").write_text(text)
         assert platform.background_cpus() == expected

@@ -56,14 +56,47 @@ def test_an_error_that_the_driver_does_not_name(monkeypatch) -> None:
         pci_address(0)
 
 
+@pytest.mark.parametrize(
+    ("code", "visible", "cure"),
+    [
+        ("100", "-1", r"\(CUDA_VISIBLE_DEVICES=-1\): no GPU is visible: .*let CUDA_VISIBLE_DEVICES name"),
+        ("100", "", r"\(CUDA_VISIBLE_DEVICES=\): no GPU is visible"),
+        ("100", None, r"error 100: no GPU is visible: give the container GPUs"),
+        ("802", None, "start nvidia-fabricmanager"),
+        ("803", None, "two versions: reboot"),
+        ("804", None, "cuda-compat"),
+        ("999", "GPU-5f2b,GPU-5f2b", r"\(CUDA_VISIBLE_DEVICES=GPU-5f2b,GPU-5f2b\): nvidia-smi and dmesg"),
+    ],
+)
+def test_each_error_of_the_driver_has_its_cure(monkeypatch, code, visible, cure) -> None:
+    monkeypatch.setenv("FAKE_CUDA_ERROR", code)
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with pytest.raises(PlatformError, match=cure):
+        pci_address(0)
+
+
+@pytest.mark.parametrize("visible", ["0,0", "MIG-1/2/3,MIG-1/2/3", "GPU-unknown", "0,-1,1"])
+def test_a_list_of_which_the_driver_shows_less_than_it_has_is_named(monkeypatch, visible) -> None:
+    """A doubled or unknown entry ends CUDA's own reading of the list."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setenv("FAKE_GPUS", "0000:59:00.0")
+    with pytest.raises(
+        PlatformError, match=r"INVALID_DEVICE \(101\) \(CUDA_VISIBLE_DEVICES=.*fewer GPUs.*each GPU once"
+    ):
+        pci_address(1)
+
+
 def test_no_driver(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv(OVERRIDE, str(tmp_path / "libcuda.so.1"))
-    with pytest.raises(PlatformError, match="driver library cannot be loaded"):
+    with pytest.raises(PlatformError, match=r"driver library cannot be loaded.*--gpus.*KVXFER_LIBCUDA"):
         pci_address(0)
 
 
 def test_a_library_that_is_no_driver(monkeypatch) -> None:
     """A stub of the toolkit's, or kvxfer's own for NIXL's plugin, has no such functions."""
     monkeypatch.setenv(OVERRIDE, "libc.so.6")
-    with pytest.raises(PlatformError, match=r"libc.so.6 has no cuInit: it is no driver library"):
+    with pytest.raises(PlatformError, match=r"libc.so.6 has no cuInit: it is no driver library.*KVXFER_LIBCUDA"):
         pci_address(0)

@@ -238,6 +238,14 @@ def test_libnrt_knows_best_which_device_it_counts(tmp_path) -> None:
     assert devices(root, {"NEURON_RT_VISIBLE_CORES": "0"}, nrt=Nrt(3, 5)).host_index(0) == 3
 
 
+def test_files_that_are_no_devices_are_not_counted(tmp_path) -> None:
+    (tmp_path / "dev").mkdir()
+    for name in ("neuron0", "neuron1", "neuron0_aux", "neuron2\u00b2"):
+        (tmp_path / "dev" / name).touch()
+    (tmp_path / "dev/neuron9").symlink_to("gone")
+    assert Devices(tmp_path, {}, str, lambda: None).files == {0: 0, 1: 1}
+
+
 def test_files_under_the_hosts_own_numbers(tmp_path) -> None:
     """Two devices of sixteen, under their own names: is the runtime's device 0 /dev/neuron4? Only libnrt knows."""
     root = write_host(tmp_path / "host", devices={4: 4, 5: 5})

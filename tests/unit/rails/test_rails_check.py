@@ -214,3 +214,23 @@ def test_without_a_tee_nothing_is_read_and_nothing_is_lost(monkeypatch, capfd) -
         os.write(2, b"native line\n")
     assert lines == []
     assert capfd.readouterr().err == "native line\n"
+
+
+@pytest.mark.parametrize("lacking", ["room", "descriptor", "python's stderr"])
+def test_where_nothing_can_be_read_along_the_worker_goes_on(monkeypatch, capfd, lacking) -> None:
+    """A container with a read-only file system, a daemon whose stderr is closed."""
+
+    def refuse(*arguments):
+        raise OSError("no usable temporary directory" if lacking == "room" else "bad file descriptor")
+
+    with monkeypatch.context() as patch:  # undone before pytest's own capture needs these
+        if lacking == "room":
+            patch.setattr(module.tempfile, "NamedTemporaryFile", refuse)
+        elif lacking == "descriptor":
+            patch.setattr(module.os, "dup", refuse)
+        else:
+            patch.setattr(module.sys, "stderr", None)
+        with captured_stderr() as lines:
+            os.write(2, b"native line\n")
+    assert lines == []
+    assert capfd.readouterr().err == "native line\n"

@@ -103,6 +103,58 @@ def test_no_environment_is_not_a_violation(tmp_path) -> None:
     assert "setup_env.sh" in done.stderr
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_what_a_terminal_cannot_show_is_no_violation(xml, tmp_path, encoding, options) -> None:
+    """Neither the arrows of the tree, nor a path in bytes that are no text."""
+    strange = os.fsencode(tmp_path) + b"/\xff.xml"
+    Path(os.fsdecode(strange)).write_bytes(Path(xml("p5en")).read_bytes())
+    environment = {**os.environ, "KVXFER_VENV": sys.prefix, "PYTHONIOENCODING": encoding}
+    command = ["bash", str(ROOT / "scripts/check_rails.sh"), "--topology", strange, *options]
+    done = subprocess.run(command, check=False, env=environment, capture_output=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"rdmap85s0" in done.stdout
+
+
+def test_a_reader_that_leaves_does_not_change_the_status(xml) -> None:
+    """Its end of the pipe is closed before anything is printed."""
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        command = ["bash", str(ROOT / "scripts/check_rails.sh"), "--topology", xml("p5en")]
+        environment = {**os.environ, "KVXFER_VENV": sys.prefix}
+        done = subprocess.run(
+            command, check=False, env=environment, stdout=write, stderr=subprocess.PIPE, timeout=100, text=True
+        )
+    finally:
+        os.close(write)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_script_by_a_link_from_elsewhere(xml, tmp_path) -> None:
+    link = tmp_path / "check_rails"
+    link.symlink_to(ROOT / "scripts/check_rails.sh")
+    environment = {**os.environ, "KVXFER_VENV": sys.prefix}
+    environment.pop("PYTHONPATH", None)
+    command = ["bash", str(link), "--topology", xml("p5en")]
+    done = subprocess.run(
+        command, check=False, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=100
+    )
+    assert (done.returncode, "as expected" in done.stdout) == (0, True)
+
+
+def test_a_python_that_kvxfer_does_not_run_on_is_not_a_violation(tmp_path) -> None:
+    """It has the packages, and no kvxfer of its: as one that is too old, whose syntax error would end it with status 1."""
+    python = tmp_path / "bin/python"
+    python.parent.mkdir()
+    python.write_text('#!/bin/sh\ncase "$2" in *kvxfer*) exit 1;; esac\ncase "$1" in -c) exit 0;; esac\nexit 1\n')
+    python.chmod(0o755)
+    environment = {**os.environ, "KVXFER_VENV": str(tmp_path)}
+    command = ["bash", str(ROOT / "scripts/check_rails.sh")]
+    done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, "KVXFER_VENV" in done.stderr) == (2, True)
+
+
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
@@ -151,6 +203,31 @@ def test_several_logs_behind_one_option(xml, tmp_path) -> None:
     assert "rdmap85s0" in short.stdout
 
 
+def test_logs_of_one_name_are_not_one_process(xml, tmp_path) -> None:
+    """Two hosts' server.log, or two containers': threads and processes are numbered alike in both."""
+    paths = []
+    for number, gpu in ((1, 0), (2, 2)):
+        path = tmp_path / f"host{number}/server.log"
+        path.parent.mkdir()
+        switch = P5EN_RAILS[2 * gpu : 2 * gpu + 4]
+        process = Process().create(switch).map(f"0000:{P5EN_GPUS[gpu]:02x}:00.0", switch[:2])
+        path.write_text(process.text())
+        paths.append(str(path))
+    together = run("--topology", xml("p5en"), "--log", *paths)
+    assert (together.exit_code, "2 registrations of device memory, of 2 devices" in together.stdout) == (0, True)
+    Path(paths[0]).write_text(Process().create(P5EN_RAILS[:4]).text())
+    silent = run("--topology", xml("p5en"), "--log", *paths)
+    assert silent.exit_code == 2
+    assert f"{paths[0]}: thread 4711 opened rails, and no registration of it" in silent.stdout
+
+
+def test_a_type_of_the_other_kind_is_refused(xml) -> None:
+    for of, other in (("trn2", "p5en.48xlarge"), ("p5en", "trn2.48xlarge")):
+        result = run("--topology", xml(of), "--instance-type", other)
+        assert result.exit_code == 2
+        assert f"--instance-type {other} has" in result.output
+
+
 def test_a_genuine_tcp_log_with_and_without_asking_for_it(xml) -> None:
     assert run("--topology", xml("p5en"), "--log", str(TCP)).exit_code == 1
     assert run("--topology", xml("p5en"), "--log", str(TCP), "--provider", "tcp").exit_code == 0
@@ -196,6 +273,9 @@ def test_what_is_near_nothing_is_shown_too(tmp_path) -> None:
         (["--provider", "verbs"], "must be efa or tcp"),
         (["stray.log"], "logs come after --log"),
         (["--topology", "/x.xml", "--watch", "1"], "does not go with --topology"),
+        (["--watch", "inf"], "--watch"),
+        (["--watch", "nan"], "--watch"),
+        (["--watch", "0"], "--watch"),
     ],
 )
 def test_what_cannot_be_judged(arguments, why) -> None:
@@ -238,6 +318,16 @@ def test_watching_the_counters(tmp_path, monkeypatch) -> None:
     quiet = run("--root", str(root), "--watch", "3")
     assert quiet.exit_code == 2
     assert "nothing moved" in quiet.stdout
+
+
+def test_watching_ends_early_with_what_was_read(tmp_path, monkeypatch) -> None:
+    def interrupted(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    root = make.write_sysfs(make.trn2("trn2.48xlarge"), tmp_path)
+    monkeypatch.setattr("kvxfer.rails.command.time.sleep", interrupted)
+    result = run("--root", str(root), "--watch", "3600")
+    assert (result.exit_code, "no rail has byte counters" in result.stdout) == (2, True)
 
 
 def test_watching_without_counters(tmp_path, monkeypatch) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import json
 import random
+import re
 import tempfile
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from logs import BACKEND, MANAGER, TOPOLOGY, Process, interleave
 from kvxfer.rails.hwloc import read_hwloc
 from kvxfer.rails.judge import judge_log
 from kvxfer.rails.local import place
-from kvxfer.rails.nixl_log import NixlLog
+from kvxfer.rails.nixl_log import LEVEL, NixlLog
 from kvxfer.rails.pci import Address
 
 TCP = Path(__file__).with_name("nixl-1.4.1-tcp.txt")
@@ -97,6 +99,26 @@ def test_what_loggers_put_before_a_line(p5en, prefix) -> None:
     for one in place(p5en):
         process.map(str(one.node.where), [rail.rail for rail in one.rails])
     assert judge(p5en, process.text()).status == 0
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        "prefill-{}  | (Worker_TP0 pid=7) ",
+        "[pod/decode-{}/vllm] (Worker_TP0 pid=7) ",
+        "(EngineCore_DP0 pid=1) (Worker_TP{} pid=1{}) ",
+        "(EngineCore_DP0 pid=1) (RayWorkerWrapper pid=7, ip=10.0.0.{}) ",
+    ],
+)
+def test_processes_are_told_apart_by_all_that_is_put_before_a_line(p5en, prefix) -> None:
+    """Of two processes on two switches, each kept to its own, one registers nothing; the other does not speak for it."""
+    both = [Process(7, prefix.replace("{}", str(n))).create(names(p5en)[4 * n : 4 * n + 4]) for n in range(2)]
+    both[0].map("0000:59:00.0", names(p5en)[:2])
+    log = NixlLog()
+    log.read("L", interleave(*both).splitlines())
+    assert len(log.writers) == 2
+    verdict = judge(p5en, interleave(*both))
+    assert (verdict.status, kinds(verdict)) == (2, [])
 
 
 def test_lines_without_any_prefix(p5en) -> None:
@@ -320,6 +342,66 @@ def test_no_rail_lines_names_the_level_to_set(p5en, text) -> None:
     verdict = judge(p5en, text)
     assert (verdict.status, verdict.violations) == (2, [])
     assert "NIXL_LOG_LEVEL=DEBUG" in verdict.reasons[0]
+
+
+def _at_info(process: Process) -> Process:
+    process.lines = [
+        line for line in process.lines if not re.search("Created rail |mapped to rail|will use|on rail ", line)
+    ]
+    return process
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_one_process_with_a_lower_log_level_is_not_proven_by_the_others(p5en, kept) -> None:
+    """Nor are the others' rails unused for want of its lines."""
+    processes = []
+    for one in place(p5en):
+        shown = [rail.rail for rail in one.switch_rails] if kept else names(p5en)
+        process = Process(thread=4000 + one.index).create(shown)
+        processes.append(process.map(str(one.node.where), [rail.rail for rail in one.rails]))
+    _at_info(processes[5])
+    verdict = judge(p5en, interleave(*processes))
+    assert (verdict.status, kinds(verdict)) == (2, [])
+    assert [reason for reason in verdict.reasons if "thread 4005" in reason and LEVEL in reason]
+
+
+def test_one_process_that_told_only_how_many_rails_it_opened(p5en) -> None:
+    quiet = _at_info(Process(1).create(names(p5en)))
+    verdict = judge(p5en, *(process.text() for process in server(p5en)), quiet.text())
+    assert (verdict.status, kinds(verdict)) == (2, [])
+    assert [reason for reason in verdict.reasons if "thread 1 opened rails" in reason and LEVEL in reason]
+
+
+def test_a_log_that_ends_between_two_registrations(p5en) -> None:
+    """The last process would use the rails that the others opened and left: nobody knows."""
+    processes = server(p5en, skip=(7,))
+    verdict = judge(p5en, interleave(*processes))
+    assert (verdict.status, kinds(verdict)) == (2, [])
+    assert [reason for reason in verdict.reasons if "thread 4007 opened rails" in reason]
+
+
+def test_lines_that_ray_left_out(p5en) -> None:
+    """Ray writes one of several lines that differ in numbers alone."""
+    text = "".join(process.text() for process in server(p5en))
+    lines = text.splitlines()
+    at = next(number for number, line in enumerate(lines) if "mapped to rail" in line)
+    lines[at] += " [repeated 7x across cluster] (Ray deduplicates logs by default.)"
+    verdict = judge(p5en, "\n".join(lines))
+    assert verdict.status == 2
+    assert [reason for reason in verdict.reasons if "left out 7 lines" in reason and "RAY_DEDUP_LOGS=0" in reason]
+
+
+def test_numbers_that_no_rail_has(p5en) -> None:
+    text = "".join(process.text() for process in server(p5en))
+    text += f"I1129 23:29:57.000001    4711 libfabric_rail_manager.cpp:359] Created rail {'9' * 5000} (device=x, provider=efa)\n"
+    assert judge(p5en, text).status == 0
+
+
+def test_lines_in_dockers_own_json(p5en) -> None:
+    text = "".join(process.text() for process in server(p5en))
+    lines = [json.dumps({"log": f"{line}\n", "stream": "stderr"}) for line in text.splitlines()]
+    verdict = judge(p5en, "\n".join(lines))
+    assert (verdict.status, kinds(verdict)) == (0, [])
 
 
 def test_registered_without_the_debug_lines(p5en) -> None:

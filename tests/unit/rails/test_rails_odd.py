@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import re
+from pathlib import Path
+
 import pytest
 import topologies as make
 
@@ -260,10 +264,70 @@ def test_a_part_of_sysfs(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    "listing", ["", "not json", "[]", '{"a": 1}', '[{"bdf": "cc:00.0"}]', '[{"bdf": 3, "neuron_device": 1}]']
+    "listing",
+    [
+        "",
+        "not json",
+        "[]",
+        '{"a": 1}',
+        '[{"bdf": "cc:00.0"}]',
+        '[{"bdf": 3, "neuron_device": 1}]',
+        '[{"bdf": "cc:00.0", "neuron_device": 1e999}]',
+        '[{"bdf": "cc:00.0", "neuron_device": -1}]',
+        '[{"bdf": "cc:00.0", "neuron_device": 0}, {"bdf": "cb:00.0", "neuron_device": 0}]',
+        pytest.param("[" * 100_000, id="deep"),
+    ],
 )
 def test_what_neuron_ls_may_print_instead(tmp_path, listing) -> None:
     assert read_sysfs(make.write_sysfs(make.trn2(), tmp_path / "r"), listing).neuron_index == {}
+
+
+def _strange_files(root) -> None:
+    (root / "dev/neuron0_aux").touch()
+    (root / "dev/neuron0").unlink(missing_ok=True)
+    (root / "dev/neuron0").symlink_to("gone")
+
+
+def _strange_gpus(root) -> None:
+    for name, text in (("odd", "Device Minor: 3"), ("0000:59:00.0", f"Device Minor: {'9' * 5000}")):
+        folder = root / "proc/driver/nvidia/gpus" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "information").write_text(text)
+
+
+def _strange_links(root) -> None:
+    bus = root / "sys/bus/pci/devices"
+    (bus / "0000:ff:00.0").symlink_to("0000:ff:00.0")
+    (bus / "0000:fe:00.0").symlink_to("nowhere")
+    (bus / "0000:fd:00.0").write_text("a file")
+    (bus / "README").write_text("a file")
+
+
+def _strange_values(root) -> None:
+    for device in (root / "sys/bus/pci/devices").iterdir():
+        (device / "current_link_speed").write_text("1.2.3 GT/s")
+        (device / "current_link_width").write_text("-4")
+
+
+@pytest.mark.parametrize("strange", [_strange_files, _strange_gpus, _strange_links, _strange_values])
+@pytest.mark.parametrize("topology", [make.p5en(), make.trn2()], ids=["p5en", "trn2"])
+def test_files_that_are_not_what_the_kernel_makes(tmp_path, topology, strange) -> None:
+    """They say nothing of the rails, so every device that was not made strange has those that it had."""
+    root = make.write_sysfs(topology, tmp_path / "r")
+    before = {str(one.node.where): buses(one.rails) for one in place(read_sysfs(root))}
+    strange(root)
+    machine = read_sysfs(root)
+    assert {str(one.node.where): buses(one.rails) for one in place(machine)} == before
+    assert all(node.link >= 0 for node in machine.nodes)
+
+
+def test_device_files_that_may_not_be_opened_are_as_good_as_none(tmp_path, monkeypatch) -> None:
+    root = make.write_sysfs(make.p5en(), tmp_path / "r")
+    closed = {str(root / "dev/infiniband/uverbs0"), str(root / "dev/nvidia0")}
+    monkeypatch.setattr("os.access", lambda path, mode: str(path) not in closed and Path(path).exists())
+    machine = read_sysfs(root)
+    hidden = [str(node.where) for node in [*machine.efas, *machine.accelerators] if not node.usable]
+    assert hidden == ["0000:55:00.0", "0000:59:00.0"]
 
 
 def test_a_machine_without_a_pci_bus(tmp_path) -> None:
@@ -320,6 +384,50 @@ def test_xml_that_is_no_topology(tmp_path, text, why) -> None:
     path.write_text(text)
     with pytest.raises(ConfigError, match=why):
         read_hwloc(path)
+
+
+_BRIDGE = '<object type="Bridge" pci_busid="0000:00:00.0" pci_type="0604 [8086:0000]">'
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ('<?xml version="1.0" encoding="foo"?><topology/>', "cannot be read.*foo"),
+        ('<?xml version="1.0" encoding="utf-32"?><topology/>', "cannot be read"),
+        (f'<topology><object type="Machine">{_BRIDGE * 3000}{"</object>" * 3001}</topology>', "nested deeper"),
+        (
+            '<topology><object type="Machine">'
+            + 2 * '<object type="PCIDev" pci_busid="0000:59:00.0" pci_type="0302 [10de:2335]"/>'
+            + "</object></topology>",
+            "more than one device at 0000:59:00.0",
+        ),
+    ],
+    ids=["unknown encoding", "encoding of wide characters", "deep", "two devices at one address"],
+)
+def test_xml_that_is_no_machines(tmp_path, text, why) -> None:
+    path = tmp_path / "x.xml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=why):
+        read_hwloc(path)
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value"),
+    [
+        ("nodeset", "0xf...f"),
+        ("nodeset", "0xf...f,0x0"),
+        ("nodeset", "some"),
+        ("pci_link_speed", "fast"),
+        ("pci_link_speed", "nan"),
+        ("pci_link_speed", "inf"),
+    ],
+)
+def test_xml_that_describes_in_another_way(tmp_path, attribute, value) -> None:
+    path = make.write_hwloc(make.p5en(), tmp_path / "x.xml")
+    path.write_text(re.sub(rf' {attribute}="[^"]*"', f' {attribute}="{value}"', path.read_text()))
+    machine = read_hwloc(path)
+    assert [buses(one.rails) for one in place(machine)[:2]] == [[0x55, 0x56], [0x57, 0x58]]
+    assert all(math.isfinite(node.link) for node in machine.nodes)
 
 
 def test_xml_that_is_not_there(tmp_path) -> None:

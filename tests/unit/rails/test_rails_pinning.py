@@ -147,6 +147,64 @@ def test_a_preset_that_names_no_device_is_told_at_once(worker) -> None:
     assert "rdmap85s0, rdmap86s0" in text
 
 
+@pytest.mark.parametrize(
+    ("preset", "lost"),
+    [
+        ("rdmap87s0, rdmap88s0", "' rdmap88s0'"),
+        ("rdmap87s0,rdmap999s0,eth0", "'rdmap999s0', 'eth0'"),
+        ("rdmap87s0,rdmap88s0-rdm", "'rdmap88s0-rdm'"),
+        ("0000:58:00.0,rdmap87s0", "'0000:58:00.0'"),
+    ],
+)
+def test_a_preset_of_which_some_names_no_device_is_told(worker, preset, lost) -> None:
+    """libfabric leaves such a name out without a word, and the worker would run on half of its rails."""
+    worker.on(make.p5en(), GPU).environment = {VARIABLE: preset}
+    assert [rail.rail for rail in worker.rails().pin.rails] == ["rdmap87s0"]
+    (_, (level, text)) = worker.said()
+    assert level == "WARNING"
+    assert f"{VARIABLE}={preset}: {lost} is no EFA device here" in text
+
+
+@pytest.mark.parametrize("preset", ["rdmap87s0,", "rdmap87s0,,rdmap88s0", "rdmap87s0,rdmap87s0", "all", "all,x"])
+def test_a_preset_that_loses_nothing_is_not_doubted(worker, preset) -> None:
+    worker.on(make.p5en(), GPU).environment = {VARIABLE: preset}
+    worker.rails()
+    assert [level for level, _ in worker.said()] == ["INFO"]
+
+
+@pytest.mark.parametrize(
+    ("topology", "device", "far", "local"),
+    [
+        (make.p5en(), GPU, "rdmap160s0", "rdmap87s0, rdmap88s0"),
+        (make.trn2(), NEURON, "rdmap108s0", "rdmap201s0"),
+        (make.trn2(), NEURON, "rdmap202s0", "rdmap201s0"),
+    ],
+    ids=["another switch", "another Neuron device's", "the neighbour's"],
+)
+@pytest.mark.parametrize("by", ["the variable", "the setting"])
+def test_rails_that_are_all_far_are_respected_and_told(worker, topology, device, far, local, by) -> None:
+    """NIXL puts the memory there, as is predicted for what it is shown: no mismatch, and slow."""
+    worker.on(topology, device)
+    if by == "the variable":
+        worker.environment = {VARIABLE: far}
+        worker.rails()
+    else:
+        worker.rails([far])
+    assert worker.environment == {VARIABLE: far}
+    (_, (level, text)) = worker.said()
+    assert level == "WARNING"
+    assert f"({device}) is kept to {far}, none of which is local to it: local is {local}" in text
+
+
+@pytest.mark.parametrize("by", ["the variable", "the setting"])
+def test_a_rail_of_a_gpus_own_switch_is_not_far(worker, by) -> None:
+    worker.on(make.p5en(), GPU)
+    if by == "the variable":
+        worker.environment = {VARIABLE: "rdmap85s0,rdmap160s0"}
+    worker.rails("local" if by == "the variable" else ["rdmap85s0", "rdmap160s0"])
+    assert [level for level, _ in worker.said()] == ["INFO"]
+
+
 def test_all_opens_all_and_takes_an_empty_variable_away(worker) -> None:
     """libfabric aborts the process over an empty one (prov/efa/src/efa_env.c)."""
     worker.on(make.p5en(), GPU).environment = {VARIABLE: ""}
