@@ -43,7 +43,7 @@ NEEDED = (
     "get_finished",
     "get_block_ids_with_load_errors",
 )
-"""Hooks of vLLM's base class. One that is missing there is called by nobody, and handoffs would hang, or be wrong, without a word."""
+"""Hooks of vLLM's base class. One that it lacks is called by nobody: handoffs would hang, or be wrong, without a word."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ def layouts() -> Iterable[str]:
 
 
 def base_of(name: str) -> type:
-    """Return vLLM's base class of something that crosses between a connector's halves; ``object`` where nothing of that kind does."""
+    """Return vLLM's base class of what crosses between a connector's halves; ``object`` where nothing of the kind does."""
     from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
     found: type = getattr(base, name, object)
