@@ -207,7 +207,7 @@ def _find_plugin(backend: str) -> SharedObject:
 
 
 def _flavours() -> list[str]:
-    """NIXL's wheels in the order in which ``import nixl`` would take them (nixl 1.4.1, nixl/__init__.py)."""
+    """NIXL's wheels in the order in which ``import nixl`` would take them (nixl 1.3.2, 1.4.1 and 1.5.1, nixl/__init__.py)."""
     flavours = ["cu13", "cu12"]
     for flavour in flavours:
         if f"nixl_{flavour}" in sys.modules:
@@ -215,10 +215,19 @@ def _flavours() -> list[str]:
     if all(_distribution(f"nixl-{flavour}") is not None for flavour in flavours):
         try:
             major = importlib.import_module("nixl_meta_utils").detect_cuda_major()
-        except (ImportError, AttributeError):  # another NIXL
-            return flavours
+        except (ImportError, AttributeError):  # NIXL 1.3 asks torch itself
+            major = _cuda_of_torch()
         flavours.sort(key=lambda flavour: flavour != f"cu{major}")
     return flavours
+
+
+def _cuda_of_torch() -> int | None:
+    """The major version of CUDA that torch was built for."""
+    try:
+        from torch.version import cuda
+    except ImportError:
+        return None
+    return int(cuda.split(".")[0]) if cuda else None
 
 
 def _read(path: Path) -> SharedObject:

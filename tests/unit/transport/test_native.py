@@ -508,6 +508,18 @@ def test_reads_the_plugin_of_the_wheel_that_nixl_will_import(
     assert native._find_plugin("LIBFABRIC").path == tmp_path / expected / "plugins" / "libplugin_LIBFABRIC.so"
 
 
+@pytest.mark.parametrize(("cuda", "first"), [("12.9", "cu12"), ("13.0", "cu13"), (None, "cu13"), ("no torch", "cu13")])
+def test_nixl_1_3_takes_the_wheel_of_torchs_cuda(monkeypatch, cuda, first):
+    """It has no ``nixl_meta_utils``. The wrong wheel's plugin would ask for a CUDA runtime that the host need not have."""
+    monkeypatch.setattr(native, "_distribution", lambda _name: types.SimpleNamespace(version="1.3.2"))
+    for flavour in ("nixl_cu12", "nixl_cu13"):
+        monkeypatch.delitem(sys.modules, flavour, raising=False)
+    monkeypatch.setitem(sys.modules, "nixl_meta_utils", None)
+    torch = None if cuda == "no torch" else types.SimpleNamespace(cuda=cuda)
+    monkeypatch.setitem(sys.modules, "torch.version", torch)
+    assert native._flavours()[0] == first
+
+
 # The real NIXL.
 
 NIXL = next((name for name in ("nixl-cu12", "nixl-cu13") if native._distribution(name)), None)
