@@ -78,11 +78,17 @@ class Features:
                 "this vLLM does not step for a connector's sake (has_pending_push_work), so a cancel or a release that is left "
                 "when an engine has no request any more waits for the next one"
             )
-        if prefills and not self.delivery and getattr(vllm_config.scheduler_config, "async_scheduling", False):
-            yield (
-                "this vLLM does not compute a prompt again that was preempted with its last token in flight "
-                "(requires_kv_delivery), so the handoff of such a prompt fails; --no-async-scheduling avoids it"
-            )
+        if prefills and getattr(vllm_config.scheduler_config, "async_scheduling", False):
+            if not self.delivery:
+                yield (
+                    "this vLLM does not compute a prompt again that was preempted with its last token in flight "
+                    "(requires_kv_delivery), so the handoff of such a prompt fails; --no-async-scheduling avoids it"
+                )
+            elif not wants_delivery(vllm_config):
+                yield (
+                    "with kv_role kv_both a prompt that was preempted with its last token in flight is not computed again, so "
+                    "its handoff fails; --no-async-scheduling avoids it, or kv_producer where the engine only prefills"
+                )
 
 
 @functools.cache
@@ -107,6 +113,16 @@ def features() -> Features:
         failed_requests=has("get_transfer_results"),
         block_major="layout" if layouts() else "cross layers" if has("register_cross_layers_kv_cache") else "",
     )
+
+
+def wants_delivery(vllm_config: Any) -> bool:
+    """Tell whether vLLM shall drop what a preempted request had in flight, and compute it again.
+
+    Not in an engine that is both: asynchronous scheduling there gives a preempted request's blocks back only when the step in
+    flight is over (``defer_block_free``), so that one request too many gets all of them preempted; when each loses its
+    token too, none ever gets on (0.29.0: run, ``tests/contract/test_async_scheduling.py``). ``request_finished`` notices what is lost.
+    """
+    return bool(vllm_config.kv_transfer_config.kv_role == "kv_producer")
 
 
 def layouts() -> Iterable[str]:

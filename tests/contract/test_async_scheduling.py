@@ -18,8 +18,10 @@ from tests.support.engine import expected
 pytestmark = pytest.mark.contract
 
 ways = pytest.mark.parametrize(
-    ("runner", "mode", "late"),
-    [("v1", "push", 0.0), ("v1", "pull", 0.003), ("v2", "push", 0.003), ("v2", "pull", 0.0), ("v2", "push", 0.0)],
+    ("runner", "mode", "late"), [("v1", "push", 0.0), ("v1", "pull", 0.003), ("v2", "push", 0.003), ("v2", "pull", 0.0)]
+)
+roles = pytest.mark.parametrize(
+    "roles", [("kv_producer", "kv_consumer"), ("kv_both", "kv_both")], ids=["each its role", "both"]
 )
 
 
@@ -38,13 +40,17 @@ def test_tokens_are_right_with_a_step_under_way(engines, runner, mode, late) -> 
     check(p, d)
 
 
+@roles
 @ways
-def test_blocks_go_from_hand_to_hand_under_steps_that_still_write(engines, runner, mode, late) -> None:  # noqa: F811
-    """Decode's cache is too small for the crowd: requests are preempted, and end, with a step under way."""
+def test_blocks_go_from_hand_to_hand_under_steps_that_still_write(engines, runner, mode, late, roles) -> None:  # noqa: F811
+    """Decode's cache is too small for the crowd: requests are preempted, and end, with a step under way.
+
+    In an engine that is both, each preempted request would lose its token each time, and nothing would ever end, were delivery asked for.
+    """
     fabric = TwinFabric(Faults(delay=(0.0, 0.01), notification_delay=(0.0, 0.005)), seed=3)
     make = {"mode": mode, "runner": runner, "ahead": True}
-    p = engines("p", fabric, num_blocks=30, platform=HostPlatform(fence_delay=late), **make)
-    d = engines("d", fabric, num_blocks=24, platform=HostPlatform(fence_delay=late), **make)
+    p = engines("p", fabric, num_blocks=30, platform=HostPlatform(fence_delay=late), role=roles[0], **make)
+    d = engines("d", fabric, num_blocks=24, platform=HostPlatform(fence_delay=late), role=roles[1], **make)
     prompts = {i: prompt(1 + (i * 37) % 180, i) for i in range(32)}
     for i, tokens in prompts.items():
         p.add(f"p{i}", tokens, prefill_leg(f"t{i}"))
@@ -55,13 +61,14 @@ def test_blocks_go_from_hand_to_hand_under_steps_that_still_write(engines, runne
     check(p, d)
 
 
+@roles
 @ways
-def test_prefill_is_preempted_with_a_step_under_way(engines, runner, mode, late) -> None:  # noqa: F811
+def test_prefill_is_preempted_with_a_step_under_way(engines, runner, mode, late, roles) -> None:  # noqa: F811
     """A prompt that loses its blocks with its last token in flight is computed again where vLLM does that, and fails elsewhere."""
     fabric = TwinFabric(Faults(delay=(0.0, 0.02)), seed=5)
     make = {"mode": mode, "runner": runner, "ahead": True}
-    p = engines("p", fabric, num_blocks=26, budget=24, platform=HostPlatform(fence_delay=late), **make)
-    d = engines("d", fabric, num_blocks=200, policy="recompute", **make)
+    p = engines("p", fabric, num_blocks=26, budget=24, platform=HostPlatform(fence_delay=late), role=roles[0], **make)
+    d = engines("d", fabric, num_blocks=200, policy="recompute", role=roles[1], **make)
     for i in range(8):
         p.add(f"local{i}", prompt(12, 100 + i), None, max_tokens=40)
     for _ in range(6):

@@ -66,6 +66,7 @@ class SimEngine:
         platform: HostPlatform | None = None,
         policy: str = "fail",
         ahead: bool = False,
+        role: str = "kv_both",
         **settings: Any,
     ) -> None:
         self.name, self.runner, self.block_size = name, runner, block_size
@@ -83,7 +84,7 @@ class SimEngine:
             kv_transfer_config={
                 "kv_connector": f"Kvxfer{mode.capitalize()}Connector",
                 "kv_connector_module_path": "kvxfer.connector",
-                "kv_role": "kv_both",
+                "kv_role": role,
                 "engine_id": name,
                 "kv_load_failure_policy": policy,
                 "kv_connector_extra_config": {"control_port": port, "leg_timeout": 5.0, "drain_bound": 0.3, **settings},

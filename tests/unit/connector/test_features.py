@@ -45,7 +45,7 @@ def vllm(monkeypatch):
     compat.features.cache_clear()
 
 
-def config(role: str = "kv_both", *, ahead: bool = True) -> SimpleNamespace:
+def config(role: str = "kv_producer", *, ahead: bool = True) -> SimpleNamespace:
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(kv_role=role), scheduler_config=SimpleNamespace(async_scheduling=ahead)
     )
@@ -57,7 +57,7 @@ def costs(mode: str = "push", **options) -> list[str]:
 
 def test_where_everything_is_there_nothing_is_said(vllm) -> None:
     vllm(*MORE, layouts=["BLHNC"])
-    assert costs() == costs("pull") == []
+    assert costs(role="kv_producer") == costs(ahead=False) == costs("pull", role="kv_consumer") == []
     assert compat.features() == compat.Features(
         pinning=True, stepping=True, delivery=True, failed_requests=True, block_major="layout"
     )
@@ -93,6 +93,12 @@ def test_a_lost_last_token_matters_only_where_steps_overlap_on_prefill(vllm) -> 
     vllm(*MORE - {"requires_kv_delivery"})
     assert ["--no-async-scheduling" in line for line in costs("pull")] == [True]
     assert costs(ahead=False) == costs(role="kv_consumer") == []
+
+
+def test_an_engine_that_is_both_goes_without_delivery(vllm) -> None:
+    vllm(*MORE)
+    assert [("kv_both" in line, "--no-async-scheduling" in line) for line in costs(role="kv_both")] == [(True, True)]
+    assert costs(role="kv_both", ahead=False) == []
 
 
 @pytest.mark.parametrize(
