@@ -120,7 +120,8 @@ def wants_delivery(vllm_config: Any) -> bool:
 
     Not in an engine that is both: asynchronous scheduling there gives a preempted request's blocks back only when the step in
     flight is over (``defer_block_free``), so that one request too many gets all of them preempted; when each loses its
-    token too, none ever gets on (0.29.0: run, ``tests/contract/test_async_scheduling.py``). ``request_finished`` notices what is lost.
+    token too, none ever gets on (0.29.0: run, ``tests/contract/test_async_scheduling.py``). What is lost there
+    is noticed by ``request_finished``.
     """
     return bool(vllm_config.kv_transfer_config.kv_role == "kv_producer")
 
