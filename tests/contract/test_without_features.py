@@ -27,23 +27,32 @@ def lacking(monkeypatch):
     return lack
 
 
+@pytest.fixture
+def logged(monkeypatch, caplog):
+    """What kvxfer logs, wherever the plugin sends it."""
+    logger = logging.getLogger("kvxfer")
+    monkeypatch.setattr(logger, "handlers", [caplog.handler])
+    monkeypatch.setattr(logger, "propagate", False)
+    caplog.set_level(logging.INFO, "kvxfer")
+    return caplog
+
+
 @pytest.mark.parametrize("bound", [True, False], ids=["pool, but no word from the workers", "no pool"])
 @pytest.mark.parametrize("runner", ["v1", "v2"])
 def test_without_pins_a_prompt_is_written_when_it_is_computed(
     engines,  # noqa: F811
     lacking,
     monkeypatch,
-    caplog,
+    logged,
     runner,
     bound,
 ) -> None:
     lacking(pinning=False)
     if not bound:
         monkeypatch.setattr(connectors.KvxferConnector, "bind_gpu_block_pool", lambda _self, _pool: None)
-    caplog.set_level(logging.INFO, "kvxfer")
     fabric = Watching(Faults(delay=(0.0, 0.01)))
     p, d = engines("p", fabric, runner=runner), engines("d", fabric, runner=runner)
-    said = [record.getMessage() for record in caplog.records if "lets no connector pin" in record.getMessage()]
+    said = [line for line in logged.messages if "lets no connector pin" in line]
     assert [line.partition(":")[0] for line in said] == ["engine p", "engine d"], "both can prefill, and say it once"
     assert pins(p) is None
     tokens = prompt(300, 1)
@@ -80,7 +89,7 @@ def test_without_pins_the_crowd_is_served_all_the_same(engines, lacking) -> None
     check(p, d)
 
 
-def test_what_is_all_there_is_not_mentioned(engines, caplog) -> None:  # noqa: F811
-    caplog.set_level(logging.INFO, "kvxfer")
+def test_what_is_all_there_is_not_mentioned(engines, logged) -> None:  # noqa: F811
     engines("p", Watching())
-    assert [one for one in caplog.messages if "this vLLM" in one] == []
+    assert logged.messages
+    assert [one for one in logged.messages if "this vLLM" in one] == []
