@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from kvxfer.config import settings_from
+from kvxfer.connector import compat
 from kvxfer.layout.plan import Prepared
 from kvxfer.layout.positions import Table
 
@@ -103,11 +104,7 @@ def _chosen(vllm_config: Any) -> str:
 
 
 def _layouts_have_names() -> bool:
-    try:
-        from vllm.v1.kv_cache_layout import KVCacheLayout
-    except ImportError:
-        return False
-    return LAYOUT in KVCacheLayout.__members__
+    return LAYOUT in compat.layouts()
 
 
 def _backends(vllm_config: Any) -> list[Any]:

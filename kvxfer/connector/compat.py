@@ -1,7 +1,9 @@
 """Everything in which vLLM's versions differ, by feature and never by version string. Nothing else in kvxfer knows a version.
 
-Read in the wheels of 0.26.0, 0.29.0 and 0.32.0, run on 0.29.0 and 0.32.0. What is handled here:
+Read in the wheels of 0.24.0, 0.26.0, 0.29.0, 0.31.0 and 0.32.0, whose real schedulers and runner hooks the contract tests drive;
+``docs/versions.md`` says what each of them has. What is handled here:
 
+* what a version cannot do is off, with one line at start that says what it costs (``Features``);
 * a request that resumes after a preemption arrives among the cached requests with its whole block table (V1 runner), or
   among the new requests once more (V2 runner);
 * the attention backends' names and the cache's geometry, as far as vLLM tells them at all.
@@ -10,6 +12,7 @@ Read in the wheels of 0.26.0, 0.29.0 and 0.32.0, run on 0.29.0 and 0.32.0. What 
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,9 +24,123 @@ from kvxfer.layout.ranks import Shard, heads_of
 from kvxfer.platform import Geometry, LayerGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterator, Mapping
+    from collections.abc import Container, Iterable, Iterator, Mapping
 
 _packed = msgspec.msgpack.Encoder().encode
+
+NEEDED = (
+    "on_new_request",
+    "get_num_new_matched_tokens",
+    "update_state_after_alloc",
+    "build_connector_meta",
+    "update_connector_output",
+    "request_finished",
+    "register_kv_caches",
+    "get_handshake_metadata",
+    "set_xfer_handshake_metadata",
+    "bind_connector_metadata",
+    "wait_for_save",
+    "get_finished",
+    "get_block_ids_with_load_errors",
+)
+"""Hooks of vLLM's base class. One that it lacks is called by nobody: handoffs would hang, or be wrong, without a word."""
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """What this vLLM lets a connector do beyond ``NEEDED``."""
+
+    pinning: bool
+    """The scheduler hands over its block pool, and workers can say when blocks may go: ``bind_gpu_block_pool``, and
+    ``build_connector_worker_meta`` with its ``KVConnectorWorkerMetadata``. Push writes while it computes only with both."""
+    stepping: bool
+    """An engine without requests goes on stepping while the connector says so: ``has_pending_push_work``."""
+    delivery: bool
+    """A prompt that was preempted with its last token in flight is computed again for its peer: ``requires_kv_delivery``."""
+    failed_requests: bool
+    """A load can fail by its request, not by its blocks: ``get_transfer_results``. The only way in a cache of several groups."""
+    block_major: str
+    """How to ask for a cache whose blocks are one run of memory each: by ``layout``, by ``cross layers``, or not at all."""
+
+    def costs(self, mode: str, vllm_config: Any) -> Iterator[str]:
+        """Say, in a line each, what an engine in this mode goes without.
+
+        What concerns the cache's layout is not among it: that depends on more than the version (``block_major.report``).
+        """
+        prefills = vllm_config.kv_transfer_config.kv_role != "kv_consumer"
+        if prefills and mode == "push" and not self.pinning:
+            yield (
+                "this vLLM lets no connector pin blocks (bind_gpu_block_pool, build_connector_worker_meta), so prompts are "
+                "written only when they are computed whole"
+            )
+        if not self.stepping:
+            yield (
+                "this vLLM does not step for a connector's sake (has_pending_push_work), so a cancel or a release that is left "
+                "when an engine has no request any more waits for the next one"
+            )
+        if prefills and getattr(vllm_config.scheduler_config, "async_scheduling", False):
+            if not self.delivery:
+                yield (
+                    "this vLLM does not compute a prompt again that was preempted with its last token in flight "
+                    "(requires_kv_delivery), so the handoff of such a prompt fails; --no-async-scheduling avoids it"
+                )
+            elif not wants_delivery(vllm_config):
+                yield (
+                    "with kv_role kv_both a prompt that was preempted with its last token in flight is not computed again, so "
+                    "its handoff fails; --no-async-scheduling avoids it, or kv_producer where the engine only prefills"
+                )
+
+
+@functools.cache
+def features() -> Features:
+    """Find out what the installed vLLM has. Raises ConfigError where it lacks a hook that nothing can stand in for."""
+    from vllm.distributed.kv_transfer.kv_connector.v1 import base
+
+    def has(*hooks: str) -> bool:
+        return all(hasattr(base.KVConnectorBase_V1, hook) for hook in hooks)
+
+    missing = [hook for hook in NEEDED if not has(hook)]
+    if missing:
+        raise ConfigError(
+            f"this vLLM does not call {', '.join(missing)} of a KV connector, which kvxfer cannot do without: "
+            "see docs/versions.md for the versions that it runs with"
+        )
+    return Features(
+        pinning=has("bind_gpu_block_pool", "build_connector_worker_meta")
+        and hasattr(base, "KVConnectorWorkerMetadata"),
+        stepping=has("has_pending_push_work"),
+        delivery=has("requires_kv_delivery"),
+        failed_requests=has("get_transfer_results"),
+        block_major="layout" if layouts() else "cross layers" if has("register_cross_layers_kv_cache") else "",
+    )
+
+
+def wants_delivery(vllm_config: Any) -> bool:
+    """Tell whether vLLM shall drop what a preempted request had in flight, and compute it again.
+
+    Not in an engine that is both: asynchronous scheduling there gives a preempted request's blocks back only when the step in
+    flight is over (``defer_block_free``), so that one request too many gets all of them preempted; when each loses its
+    token too, none ever gets on (0.29.0: run, ``tests/contract/test_async_scheduling.py``). What is lost there
+    is noticed by ``request_finished``.
+    """
+    return bool(vllm_config.kv_transfer_config.kv_role == "kv_producer")
+
+
+def layouts() -> Iterable[str]:
+    """Name the layouts that a connector may ask for; none where they have no names."""
+    try:
+        from vllm.v1.kv_cache_layout import KVCacheLayout
+    except ImportError:
+        return ()
+    return tuple(KVCacheLayout.__members__)
+
+
+def base_of(name: str) -> type:
+    """Return vLLM's base class of what crosses between a connector's halves; ``object`` where nothing of the kind does."""
+    from vllm.distributed.kv_transfer.kv_connector.v1 import base
+
+    found: type = getattr(base, name, object)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,6 +106,11 @@ class KvxferConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not 
         del request
         return tuple(range(compat.cache_groups(self._kv_cache_config)))
 
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Have prompts computed again that were preempted with their last token in flight, since vLLM 0.29: see compat."""
+        return compat.wants_delivery(self._vllm_config)
+
     # --- the workers' hooks -----------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:

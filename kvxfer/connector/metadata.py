@@ -5,17 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-    KVConnectorWorkerMetadata,
-)
-
+from kvxfer.connector import compat
 from kvxfer.protocol.messages import RankAddress  # noqa: TC001 - pickled and rebuilt by vLLM
 from kvxfer.transport.commands import Step
 
 
-class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not typed where the checks run
+class StepMetadata(compat.base_of("KVConnectorMetadata")):  # type: ignore[misc]  # vLLM is not typed where the checks run
     """Scheduler to workers, each step: what changed; ``NOTHING`` when nothing did, as in nearly all of them."""
 
     __slots__ = ("step",)
@@ -33,14 +28,14 @@ NOTHING: Final = StepMetadata(Step())
 
 
 @dataclass
-class RankHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # likewise
+class RankHandshake(compat.base_of("KVConnectorHandshakeMetadata")):  # type: ignore[misc]  # likewise
     """Worker to scheduler, once: where this rank's control thread listens."""
 
     address: RankAddress
 
 
 @dataclass
-class QuietPins(KVConnectorWorkerMetadata):  # type: ignore[misc]  # likewise
+class QuietPins(compat.base_of("KVConnectorWorkerMetadata")):  # type: ignore[misc]  # likewise
     """Workers to scheduler, a step: token of orphaned blocks → how many ranks read them no more (see ``pins``)."""
 
     ranks: dict[int, int]

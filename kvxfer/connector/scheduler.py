@@ -89,6 +89,9 @@ class SchedulerHalf:
         self._pp_size = parallel.pipeline_parallel_size
         self._block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self._engine = me.engine
+        self._features = compat.features()
+        for cost in self._features.costs(mode, vllm_config):
+            logger.warning("engine %s: %s", me.engine, cost)
         self._may_pin = compat.may_pin(vllm_config)
         self._pins: Pins | None = None
         self._noted: Step | None = None  # since the last step; None for nothing, as mostly
@@ -119,10 +122,10 @@ class SchedulerHalf:
 
     def bind_block_pool(self, pool: Any) -> None:
         """Take vLLM's block pool: with it, blocks can be pinned while writes read them, and hence written while they grow."""
-        if self.mode == "push" and self._may_pin:
+        if self.mode == "push" and self._may_pin and self._features.pinning:
             limit = int(self.settings.pin_limit * pool.num_gpu_blocks)
             self._pins = Pins(pool, limit, self._tp_size * self._pp_size)
-        elif self.mode == "push":
+        elif self.mode == "push" and not self._may_pin:
             logger.warning(
                 "engine %s: cascade attention takes pinned blocks for shared ones, so prompts are written only when they are "
                 "computed whole; start without --no-disable-cascade-attn to write them while they are computed",

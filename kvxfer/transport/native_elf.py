@@ -1,29 +1,36 @@
-"""Reads what a shared object says of itself: its soname, what it needs, where it looks, what it leaves undefined.
+"""Reads what a shared object says of itself: its soname, what it needs, where it looks, what it leaves undefined, versions.
 
 Enough of ELF for 64-bit little-endian objects (x86-64 and aarch64), read from the file, so that a library can be judged
-before it is loaded. Everything comes from the dynamic segment but the symbols, which come from the section table; an
-object without one (stripped to the bone) reports no undefined symbols.
+before it is loaded. Everything comes from the dynamic segment but the symbols and their versions, which come from the section
+table; an object without one (stripped to the bone) reports none.
 """
 
 import mmap
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 _PT_LOAD, _PT_DYNAMIC = 1, 2
 _DT_NEEDED, _DT_STRTAB, _DT_SONAME, _DT_RPATH, _DT_RUNPATH = 1, 5, 14, 15, 29
-_SHT_DYNSYM = 11
+_SHT_DYNSYM, _SHT_VERDEF, _SHT_VERNEED = 11, 0x6FFFFFFD, 0x6FFFFFFE
+_VER_FLG_WEAK = 2
 
 
 @dataclass(frozen=True, slots=True)
 class SharedObject:
-    """What a shared object declares. ``search`` is its RPATH or RUNPATH, with $ORIGIN put in."""
+    """What a shared object declares. ``search`` is its RPATH or RUNPATH, with $ORIGIN put in.
+
+    ``versions`` are those of symbols that it has; ``wants``, (soname, version) of those that it must find elsewhere.
+    """
 
     path: Path
     soname: str | None
     needed: tuple[str, ...]
     search: tuple[Path, ...]
     undefined: frozenset[str]
+    versions: frozenset[str]
+    wants: frozenset[tuple[str, str]]
 
 
 def read_shared_object(path: Path) -> SharedObject:
@@ -65,9 +72,23 @@ def _read(path: Path, data: mmap.mmap) -> SharedObject:
     sections = [
         struct.unpack_from("<IIQQQQIIQQ", data, section_at + index * section_size) for index in range(section_count)
     ]
+    versions: set[str] = set()
+    wants: set[tuple[str, str]] = set()
     for section in sections:
-        if section[1] == _SHT_DYNSYM:
-            names = sections[section[6]][4]
+        names = sections[section[6]][4] if section[6] < section_count else 0
+        if section[1] == _SHT_VERDEF:
+            for at in _chain(data, section[4], section[7], 16):
+                (first,) = struct.unpack_from("<I", data, at + 12)
+                (name,) = struct.unpack_from("<I", data, at + first)
+                versions.add(text(name, names))
+        elif section[1] == _SHT_VERNEED:
+            for at in _chain(data, section[4], section[7], 12):
+                count, soname, first = struct.unpack_from("<HII", data, at + 2)
+                for one in _chain(data, at + first, count, 12):
+                    _, flags, _, name = struct.unpack_from("<IHHI", data, one)
+                    if not flags & _VER_FLG_WEAK:
+                        wants.add((text(soname, names), text(name, names)))
+        elif section[1] == _SHT_DYNSYM:
             symbols = struct.iter_unpack("<IBBHQQ", data[section[4] : section[4] + section[5]])
             undefined.update(text(symbol[0], names) for symbol in symbols if symbol[3] == 0 and symbol[0])
     origin = str(path.parent.resolve())
@@ -78,4 +99,13 @@ def _read(path: Path, data: mmap.mmap) -> SharedObject:
         needed=texts(_DT_NEEDED),
         search=tuple(Path(part.replace("${ORIGIN}", origin).replace("$ORIGIN", origin)) for part in search),
         undefined=frozenset(undefined),
+        versions=frozenset(versions),
+        wants=frozenset(wants),
     )
+
+
+def _chain(data: mmap.mmap, at: int, count: int, next_at: int) -> Iterator[int]:
+    """Iterate over ``count`` records, each of which says at ``next_at`` how far it is to the next."""
+    for _ in range(count):
+        yield at
+        at += int(struct.unpack_from("<I", data, at + next_at)[0])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from vllm.forward_context import set_forward_context
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -44,7 +46,10 @@ def tag(tokens: list[int]) -> int:
 
 
 class SimEngine:
-    """One engine. ``runner`` is ``v1`` or ``v2``: whose order of hooks drives the connector."""
+    """One engine. ``runner`` is ``v1`` or ``v2``: whose order of hooks drives the connector, and whose way to tell of resumed requests.
+
+    ``ahead``: asynchronous scheduling, which schedules and launches a step before it knows what the one before it sampled.
+    """
 
     def __init__(
         self,
@@ -60,6 +65,8 @@ class SimEngine:
         prefix_caching: bool = True,
         platform: HostPlatform | None = None,
         policy: str = "fail",
+        ahead: bool = False,
+        role: str = "kv_both",
         **settings: Any,
     ) -> None:
         self.name, self.runner, self.block_size = name, runner, block_size
@@ -77,7 +84,7 @@ class SimEngine:
             kv_transfer_config={
                 "kv_connector": f"Kvxfer{mode.capitalize()}Connector",
                 "kv_connector_module_path": "kvxfer.connector",
-                "kv_role": "kv_both",
+                "kv_role": role,
                 "engine_id": name,
                 "kv_load_failure_policy": policy,
                 "kv_connector_extra_config": {"control_port": port, "leg_timeout": 5.0, "drain_bound": 0.3, **settings},
@@ -85,6 +92,7 @@ class SimEngine:
         ).create_engine_config()
         self.config.cache_config.num_gpu_blocks = num_blocks
         self.config.cache_config.block_size = block_size
+        self.config.scheduler_config.async_scheduling = ahead  # which vLLM's CPU platform turns off
         names = [f"layers.{i}" for i in range(LAYERS)]
         spec = FullAttentionSpec(block_size=block_size, num_kv_heads=HEADS, head_size=DIM, dtype=torch.float32)
         self.kv_config = KVCacheConfig(
@@ -94,7 +102,7 @@ class SimEngine:
         init_none_hash(hasher)
         self._hasher = get_request_block_hasher(block_size, hasher)
         with set_current_vllm_config(self.config):
-            self.scheduler = Scheduler(
+            self.scheduler = (AsyncScheduler if ahead else Scheduler)(
                 vllm_config=self.config,
                 kv_cache_config=self.kv_config,
                 structured_output_manager=StructuredOutputManager(self.config),
@@ -102,6 +110,9 @@ class SimEngine:
                 hash_block_size=block_size,
                 log_stats=False,
             )
+        self.scheduler.use_v2_model_runner = runner == "v2"
+        self._launched: deque[tuple[Any, ModelRunnerOutput]] = deque()
+        self._ahead = 1 if ahead else 0
         tensors, self.caches = self._allocate(names, num_blocks)
         platform_here = self.platform
 
@@ -160,17 +171,21 @@ class SimEngine:
 
     @property
     def busy(self) -> bool:
-        return self.scheduler.has_requests()
+        return self.scheduler.has_requests() or bool(self._launched)
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """One turn of the engine core: schedule, execute, take the outputs."""
+        """One turn of the engine core: schedule, execute, take the outputs of the oldest step that is under way."""
         self.steps += 1
-        if not self.busy:
+        if self.scheduler.has_requests():
+            scheduled = self.scheduler.schedule()
+            self._launched.append((scheduled, self._execute(scheduled)))
+            if len(self._launched) <= self._ahead:
+                return
+        if not self._launched:
             return
-        scheduled = self.scheduler.schedule()
-        output = self._execute(scheduled)
+        scheduled, output = self._launched.popleft()
         for engine_outputs in self.scheduler.update_from_output(scheduled, output).values():
             for one in engine_outputs.outputs:
                 self.outputs[one.request_id].extend(one.new_token_ids)
@@ -219,17 +234,17 @@ class SimEngine:
         for request_id, count in scheduled.num_scheduled_tokens.items():
             request = self.scheduler.requests[request_id]
             # Asynchronous scheduling computes on placeholders: what will be sampled is known here in advance.
-            tokens = list(request.prompt_token_ids) + self._made[request_id]
             start = computed[request_id]
+            tokens = [*request.prompt_token_ids, *self._made[request_id]][: start + count]
             work = (request_id, list(self.tables[request_id]), tokens, start, start + count)
             self._launch(lambda work=work: self._compute(*work))
             ids.append(request_id)
-            if start + count >= len(tokens):
-                token = tag(tokens[: start + count]) % 1000 + 1
-                self._made[request_id].append(token)
-                sampled.append([token])
-            else:
+            if request.is_prefill_chunk:
                 sampled.append([])
+            else:
+                token = tag(tokens) % 1000 + 1
+                self._made[request_id] = [*tokens[request.num_prompt_tokens :], token]
+                sampled.append([token])
         return ModelRunnerOutput(ids, {r: i for i, r in enumerate(ids)}, sampled)
 
     def _launch(self, work: Any) -> None:

@@ -508,6 +508,57 @@ def test_reads_the_plugin_of_the_wheel_that_nixl_will_import(
     assert native._find_plugin("LIBFABRIC").path == tmp_path / expected / "plugins" / "libplugin_LIBFABRIC.so"
 
 
+@pytest.mark.parametrize(("cuda", "first"), [("12.9", "cu12"), ("13.0", "cu13"), (None, "cu13"), ("no torch", "cu13")])
+def test_nixl_1_3_takes_the_wheel_of_torchs_cuda(monkeypatch, cuda, first):
+    """It has no ``nixl_meta_utils``. The wrong wheel's plugin would ask for a CUDA runtime that the host need not have."""
+    monkeypatch.setattr(native, "_distribution", lambda _name: types.SimpleNamespace(version="1.3.2"))
+    for flavour in ("nixl_cu12", "nixl_cu13"):
+        monkeypatch.delitem(sys.modules, flavour, raising=False)
+    monkeypatch.setitem(sys.modules, "nixl_meta_utils", None)
+    torch = None if cuda == "no torch" else types.SimpleNamespace(cuda=cuda)
+    monkeypatch.setitem(sys.modules, "torch.version", torch)
+    assert native._flavours()[0] == first
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("has", "wanted"),
+    [("V1 V2", "V2"), ("V1", "V2"), ("", "V2"), ("V1", "")],
+    ids=["has it", "older", "none", "unasked"],
+)
+def test_a_library_whose_symbols_have_other_versions_is_passed_over(tmp_path, monkeypatch, has, wanted):
+    """The dynamic loader would refuse the plugin, and NIXL would say no more than that it has none."""
+
+    def versioned(folder: str, versions: str) -> Path:
+        script = tmp_path / f"{folder}.map"
+        names = versions.split()
+        lines = [f"{name} {{ {'global: fi_getinfo;' if name == names[-1] else ''} }};" for name in names]
+        script.write_text("\n".join(lines))
+        flags = [f"-Wl,--version-script={script}"] if names else []
+        return build(tmp_path / folder / "libfabric.so.1", SOURCES["libfabric.so.1"], "-DVERSION=0x20005", *flags)
+
+    source = "int fi_getinfo(void); int nixl_plugin_init(void) { return fi_getinfo(); }"
+    linked_with = versioned("linked", wanted)
+    plugin = build(tmp_path / "plugin" / "libplugin_LIBFABRIC.so", source, str(linked_with), "-Wl,-z,now")
+    found = versioned("found", has)
+    read = read_shared_object(plugin)
+    assert {version for soname, version in read.wants if soname == "libfabric.so.1"} == set(wanted.split())
+    assert set(has.split()) <= read_shared_object(found).versions
+    (need,) = native._needs(read)
+    reason = need.other_versions(str(found))
+    if (has, wanted) == ("V1", "V2"):
+        assert "no version V2" in reason
+    else:
+        assert reason is None
+    monkeypatch.setattr(
+        native, "_places", native._Places((), (str(found.parent),), loaded=False, system=False, wheels=False)
+    )
+    native._choose([need])
+    assert (need.chosen is None) == (reason is not None)
+    if reason:
+        assert "a newer libfabric.so.1 is needed" in need.rejected[-1]
+
+
 # The real NIXL.
 
 NIXL = next((name for name in ("nixl-cu12", "nixl-cu13") if native._distribution(name)), None)
