@@ -336,6 +336,9 @@ class Mover(threading.Thread):
 
     def _register(self, handoff: HandoffId, ranks: tuple[RankId, ...], now: float) -> None:
         """Register a sink with its source's ranks, once it has the slots that it needs to be received, if any."""
+        if not all(self.transfers.reach.knows(rank) for rank in ranks):
+            self._staging.leave(handoff)  # lost while it waited for slots: they are called anew, or it fails
+            return
         try:
             routes = {rank: self.transfers.route(rank, inward=True) for rank in ranks}
             staged = self._staging.take(Wanted(handoff, *self.sink.span(handoff), self.cache.block_size), routes)
@@ -343,6 +346,7 @@ class Mover(threading.Thread):
             self._run(self.sink.unreachable(handoff, str(error)))
             return
         if staged is not None:  # else ``ready`` names it later
+            self._openings.closed(handoff)
             self._run(self.sink.connected(handoff, ranks, now, staged))
 
     def _act_on_staging(self, now: float) -> None:

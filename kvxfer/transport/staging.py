@@ -81,7 +81,7 @@ class Staging:
             )
         first = next(iter(self._waiting), wanted.handoff)
         if first != wanted.handoff or not self._fits({routes[rank].geometry for rank in needs}, slots, need):
-            self._waiting.setdefault(wanted.handoff, tuple(routes))
+            self._waiting[wanted.handoff] = tuple(routes)
             return None
         self._waiting.pop(wanted.handoff, None)
         staged = _Staged(wanted, routes, {})
@@ -104,8 +104,12 @@ class Staging:
         return len(self._free) >= need
 
     def ready(self) -> tuple[HandoffId, tuple[RankId, ...]] | None:
-        """Name who waits longest for slots, with its source ranks: it takes again, or ends."""
+        """Name who waits longest for slots, with its source ranks: it takes again, leaves, or ends."""
         return next(iter(self._waiting.items()), None)
+
+    def leave(self, handoff: HandoffId) -> None:
+        """Note that a handoff does not wait any more: its source is lost, and must be connected anew before it takes."""
+        self._waiting.pop(handoff, None)
 
     def received(self, done: SinkFinished) -> bool:
         """Note that a handoff has ended. True when it is re-packed first: ``packed`` returns it later."""
