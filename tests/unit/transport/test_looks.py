@@ -35,7 +35,7 @@ def test_a_sink_looks_seldom_until_it_hears_of_a_write_and_a_source_seldom_soon_
     wait_until(d.mover.sink.receiving, what="the registration")
     wait_until(lambda: wait_time(d) == WATCH, what="looking seldom, while nobody writes")
     (attempt,) = (one.attempt for one in d.mover.sink._handoffs.values())
-    d.mover.post(cmd.Inbound(p.me, Posted(H, attempt)))
+    d.mover.post(cmd.Inbound(p.me, Posted(H, attempt, 1)))
     wait_until(lambda: wait_time(d) == poll, what="looking often, for what was announced")
     p.fill([1], 1)
     p.prefill(H, "p1", [1], 4)
