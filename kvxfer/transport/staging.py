@@ -131,9 +131,7 @@ class Staging:
 
     def packed(self) -> list[SinkFinished]:
         """Take the handoffs whose tokens are in their blocks."""
-        ended = [
-            one.done for one in self._staged.values() if one.done is not None and all(f.done() for f in one.fences)
-        ]
+        ended = [one.done for one in self._staged.values() if self._has_ended(one) and one.done is not None]
         for done in ended:
             self._close(done.handoff)
         return ended
@@ -141,6 +139,17 @@ class Staging:
     def packing(self) -> bool:
         """Tell whether something is being re-packed."""
         return any(one.done is not None for one in self._staged.values())
+
+    @staticmethod
+    def _has_ended(one: _Staged) -> bool:
+        if one.done is None:
+            return False
+        try:
+            return all(fence.done() for fence in one.fences)
+        except Exception as error:
+            logger.exception("handoff %s: the device failed in re-packing what was received", one.done.handoff)
+            one.done = replace(one.done, reason=f"what was received could not be re-packed: {error}")
+            return True
 
     def _close(self, handoff: HandoffId) -> None:
         self._waiting.pop(handoff, None)

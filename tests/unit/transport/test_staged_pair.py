@@ -182,7 +182,7 @@ def test_the_report_waits_for_the_re_packs_fence(ranks) -> None:
     """And a re-pack that fails is a load that failed."""
 
     class Slow(HostPlatform):
-        passed = broken = False
+        passed = broken = lost = False
 
         def repack(self, call):
             if self.broken:
@@ -191,6 +191,8 @@ def test_the_report_waits_for_the_re_packs_fence(ranks) -> None:
             return self
 
         def done(self):
+            if self.lost:
+                raise RuntimeError("the device has fallen off the bus")
             return self.passed
 
     fabric, platform = TwinFabric(), Slow(fence_delay=0)
@@ -207,6 +209,10 @@ def test_the_report_waits_for_the_re_packs_fence(ranks) -> None:
     d.open(HandoffId("y"), "d2", p.address, [1], 12)
     p.prefill(HandoffId("y"), "p2", [1, 2, 3], 12)
     assert d.wait("d2").reason == "what was received could not be re-packed: the device is gone"
+    platform.broken, platform.lost = False, True
+    d.open(HandoffId("z"), "d3", p.address, [1], 12)
+    p.prefill(HandoffId("z"), "p3", [1, 2, 3], 12)
+    assert d.wait("d3").reason == "what was received could not be re-packed: the device has fallen off the bus"
     assert len(d.mover._staging._free) == (1 << 16) // (3 * 4 * CONTENT)
 
 
