@@ -167,7 +167,7 @@ def test_who_waits_for_slots_when_the_session_breaks_registers_in_the_next_one(r
     wait_in_line(p, d, other)
     card = d.mover.transfers.reach.card(p.me)
     d.mover.post(cmd.PeerLost(p.me, "a test says so", 0.0, dead=False))
-    wait_until(lambda: not d.mover.transfers.reach.knows(p.me), what="the loss")
+    wait_until(lambda: not d.mover.transfers.reach.knows([p.me]), what="the loss")
     d.mover.post(cmd.PeerUp(p.me, card))
     p.fill([1, 2, 3, 4, 5], 9)
     p.prefill(H, "p1", [1, 2, 3, 4, 5], 20)
