@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvxfer.errors import KvxferError
+from kvxfer.errors import ConfigError, KvxferError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -102,7 +102,7 @@ def engine(
     names = [name for name in f"{connectors},{against}".split(",") if name]
     with _failing_clearly():
         settings = Settings(
-            repeats=repeats, prompt=prompt, lengths=tuple(int(length) for length in lengths.split(",")),
+            repeats=repeats, prompt=prompt, lengths=_lengths(lengths),
             length_repeats=length_repeats, rounds=rounds, passes=passes, layers=layers,
         )  # fmt: skip
 
@@ -191,7 +191,7 @@ def model(
 def plan(
     *,
     json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
-    file: Annotated[Path | None, typer.Argument(help="With --json, write them to this file instead.")] = None,
+    file: Annotated[Path | None, typer.Argument(help="Write them to this file as JSON, and print the table.")] = None,
 ) -> None:
     """Count the descriptors of a 16,384-token handoff, and what it costs to make them."""
     from kvxfer.bench.plan import run
@@ -219,6 +219,13 @@ def register(app: typer.Typer) -> None:
 
 def _new_logs() -> Path:
     return Path(tempfile.mkdtemp(prefix="kvxfer-logs-"))
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise ConfigError(f"--lengths={text!r} must be numbers of tokens above 0, comma-separated: 1024,8192")
+    return tuple(int(part) for part in parts)
 
 
 @contextlib.contextmanager

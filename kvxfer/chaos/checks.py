@@ -44,7 +44,7 @@ def _leftovers(process: Process, alive: set[str], missing: set[str]) -> list[str
     mover, found = process.mover, []
     for owner, names in (
         (mover.source, ("_handoffs", "_by_request", "_transfers", "_granted")),
-        (mover.sink, ("_handoffs", "_by_request", "_transfers", "_exposed")),
+        (mover.sink, ("_handoffs", "_by_request", "_transfers", "_exposed", "_arriving")),
         (mover._openings, ("_open", "_called")),  # noqa: SLF001
         (mover, ("_steps",)),
         (mover.transfers, ("in_flight",)),

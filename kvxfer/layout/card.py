@@ -7,15 +7,19 @@ block's bytes is compared here, once, before any block moves. A refusal names bo
 from __future__ import annotations
 
 import zlib
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
 from kvxfer.errors import LayoutMismatchError, RemoteProtocolError
-from kvxfer.layout.check import check, check_staging
+from kvxfer.layout.check import MAX_NAME, check, check_staging
 from kvxfer.layout.maps import CacheMap, numbers
 from kvxfer.layout.ranks import Shard, share
 from kvxfer.layout.route import Route, StagingArea
+
+MAX_PARALLEL: Final = 1 << 16
+MAX_TEXT: Final = 4096
+"""Characters of a name in a card: a model's may be a path."""
 
 
 class RankCard(msgspec.Struct, frozen=True):
@@ -49,6 +53,12 @@ class RankCard(msgspec.Struct, frozen=True):
             read = msgspec.convert(card, cls)
         except msgspec.ValidationError as error:
             raise RemoteProtocolError(f"not a rank card: {error}") from None
+        for axis, rank, size in (("tensor", read.tp_rank, read.tp_size), ("pipeline", read.pp_rank, read.pp_size)):
+            if not 0 <= rank < size <= MAX_PARALLEL:
+                raise RemoteProtocolError(f"not a rank card: {axis}-parallel rank {rank} of {size}")
+        for text in (read.engine, read.model, read.backend):
+            if len(text) > MAX_TEXT or not text.isprintable():
+                raise RemoteProtocolError(f"not a rank card: the name {text[:MAX_NAME]!r}")
         try:
             check(read.cache)
             if read.staging is not None:

@@ -38,6 +38,7 @@ def check(cache: CacheMap) -> None:
     _want(cells <= MAX_CELLS, f"{cells} heads in all layers")
     _want(len(cache.spans) <= MAX_SPANS, f"{len(cache.spans)} spans of memory")
     _want(0 <= cache.device < 1 << 31, f"device {cache.device}")
+    _want_name(cache.memory, "memory of ")
     for address, length in cache.spans:
         _want(address >= 0 and length > 0 and address + length <= MAX_ADDRESS, f"memory at {address} of {length} bytes")
     seen: set[tuple[str, int]] = set()
@@ -56,7 +57,8 @@ def check_staging(area: StagingArea) -> None:
     whole = area.address >= 0 and area.size > 0 and area.address + area.size <= MAX_ADDRESS
     _want(whole, f"a staging area at {area.address} of {area.size} bytes")
     _want(len(area.offers) <= MAX_PLANES, f"{len(area.offers)} offers to re-pack")
-    _want(all(len(tag) <= MAX_NAME for pair in area.offers for tag in pair), "an offer to re-pack with a long name")
+    for tag in (tag for pair in area.offers for tag in pair):
+        _want_name(tag, "an offer to re-pack: ")
 
 
 def _check_group(group: Group) -> None:
@@ -68,7 +70,7 @@ def _check_group(group: Group) -> None:
 def _check_plane(plane: Plane, group: Group, spans: list[tuple[int, int]]) -> None:
     who = f"plane {plane.name[:MAX_NAME]!r}: "
     for text in (plane.name, plane.dtype, plane.interior):
-        _want(len(text) <= MAX_NAME, f"{who}a name of {len(text)} characters")
+        _want_name(text, who)
     _want(1 <= plane.item <= MAX_CONTENT, f"{who}elements of {plane.item} bytes")
     _want(len(plane.layers) > 0, f"{who}no layers")
     _want(len(plane.bases) == len(plane.layers), f"{who}{len(plane.bases)} bases for {len(plane.layers)} layers")
@@ -126,6 +128,12 @@ def _joined(spans: tuple[tuple[int, int], ...]) -> list[tuple[int, int]]:
         else:
             joined.append((address, address + length))
     return joined
+
+
+def _want_name(text: str, who: str) -> None:
+    """Names stand in the texts of refusals, which people read in a log."""
+    _want(len(text) <= MAX_NAME, f"{who}a name of {len(text)} characters")
+    _want(text.isprintable(), f"{who}a name that cannot be printed, {text!r}")
 
 
 def _want(condition: bool, what: str) -> None:

@@ -47,13 +47,7 @@ def heads_of(total: int, shard: Shard) -> tuple[int, ...]:
 
     Equal parts; with more ranks than heads, each head on consecutive ranks. Raises ValueError where vLLM itself refuses.
     """
-    rank, size = shard
-    if not 0 <= rank < size or (total % size and size % total):
-        raise ValueError(f"{total} heads cannot be spread over {size} ranks, of which this is {rank}")
-    if size > total:
-        return (rank // (size // total),)
-    each = total // size
-    return tuple(range(rank * each, (rank + 1) * each))
+    return tuple(_rule(total, shard))
 
 
 def stage(cache: CacheMap, shard: Shard) -> dict[int, tuple[Held, ...]]:
@@ -65,17 +59,20 @@ def stage(cache: CacheMap, shard: Shard) -> dict[int, tuple[Held, ...]]:
     for group in cache.groups:
         for plane in group.planes:
             try:
-                rule = {rank: heads_of(plane.total_heads, Shard(rank, shard.size)) for rank in result}
+                rule = {rank: _rule(plane.total_heads, Shard(rank, shard.size)) for rank in result}
             except ValueError as error:
                 raise LayoutMismatchError(f"plane {plane.name!r}: {error}") from None
-            if set(rule.get(shard.rank, ())) != set(plane.heads):
+            held, wanted = set(plane.heads), rule.get(shard.rank, range(0))
+            # Lengths first: how many heads the model has is only the card's word, and may be any number.
+            if len(held) != len(wanted) or not all(head in wanted for head in held):
+                should = f"{wanted.start} to {wanted.stop - 1}" if wanted else "none"
                 raise LayoutMismatchError(
-                    f"plane {plane.name!r}: tensor-parallel rank {shard.rank} of {shard.size} holds heads {plane.heads}, "
-                    f"and of {plane.total_heads} in the model it should hold {rule.get(shard.rank)}"
+                    f"plane {plane.name!r}: tensor-parallel rank {shard.rank} of {shard.size} holds heads "
+                    f"{numbers(sorted(held))}, and of {plane.total_heads} in the model it should hold {should}"
                 )
-            for rank, held in result.items():
-                held.append(Held(plane.name, plane.layers, rule[rank]))
-    return {rank: tuple(held) for rank, held in result.items()}
+            for rank, parts in result.items():
+                parts.append(Held(plane.name, plane.layers, tuple(rule[rank])))
+    return {rank: tuple(parts) for rank, parts in result.items()}
 
 
 def share(
@@ -131,6 +128,17 @@ def uncovered(cache: CacheMap, shares: Iterable[Sequence[Held]]) -> list[str]:
         for layer in layers
         if (lacking := sorted(set(heads) - coming.get((plane, layer), set())))
     ]
+
+
+def _rule(total: int, shard: Shard) -> range:
+    rank, size = shard
+    if not 0 <= rank < size or (total % size and size % total):
+        raise ValueError(f"{total} heads cannot be spread over {size} ranks, of which this is {rank}")
+    if size > total:
+        head = rank // (size // total)
+        return range(head, head + 1)
+    each = total // size
+    return range(rank * each, (rank + 1) * each)
 
 
 def _choose(givers: Holders, takers: Holders, turn: int) -> dict[tuple[int, int], tuple[int, ...]]:

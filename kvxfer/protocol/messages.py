@@ -31,7 +31,7 @@ from kvxfer.protocol.ids import HandoffId, Name, RankId, shown
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-WIRE_VERSION = 4
+WIRE_VERSION = 5
 """Raised whenever a message changes in a way that the previous version cannot read."""
 
 MAX_MESSAGE_BYTES = 8 << 20
@@ -200,10 +200,14 @@ class Grant(Message, frozen=True, tag="grant"):
 
 
 class Posted(Message, frozen=True, tag="posted"):
-    """Source to sink (push): a write of this attempt is being posted. A hint: look closely until its notification has come."""
+    """Source to sink (push): so many writes of this attempt have been posted. A hint: look closely until as many have notified.
+
+    All of them are counted, so that one that is lost or doubled changes nothing, and one that was not posted can be taken back.
+    """
 
     handoff: HandoffId
     attempt: Count
+    writes: Count
 
 
 class Seal(Message, frozen=True, tag="seal"):

@@ -149,10 +149,10 @@ class Sink:
         yield from self._check(one)
 
     def posted(self, frm: RankId, message: Posted) -> None:
-        """Handle Posted: a write is on its way. A message that is lost costs nothing but a later look."""
+        """Handle Posted: so many writes are on their way. A message that is lost costs nothing but a later look."""
         one, part = self._part(message.handoff, message.attempt, frm.agent)
-        if one is not None and part is not None:
-            part.posted += 1
+        if one is not None and part is not None and one.mode == "push":
+            part.posted = message.writes
             self._look(one)
 
     def seal(self, frm: RankId, message: Seal, now: float) -> Iterator[Action]:
@@ -459,10 +459,12 @@ class Sink:
 
     def _look(self, one: SinkHandoff) -> None:
         """Note whether notifications of this handoff are under way: announced by their source, or sealed and not all here."""
-        if any(part.posted > part.notified or part.sealed is not None for part in one.parts.values()):
-            self._arriving.add(one.id)
-        else:
-            self._arriving.discard(one.id)
+        for part in one.parts.values():
+            lacks = part.sealed is not None and not part.valid.get(part.sealed, _NOTHING).covers(one.start, one.end)
+            if lacks or (part.sealed is None and part.posted > part.notified):
+                self._arriving.add(one.id)
+                return
+        self._arriving.discard(one.id)
 
     @staticmethod
     def _release(one: SinkHandoff, reason: str) -> Iterator[Action]:

@@ -19,7 +19,7 @@ class Part:
     blocks: bytes = b""  # what is registered with it
     valid: dict[int, IntervalSet] = field(default_factory=dict)
     sealed: int | None = None  # the generation that counts
-    posted: int = 0  # writes that it said it was posting
+    posted: int = 0  # writes that it said it has posted
     notified: int = 0  # writes whose notification has come
     quiet: bool = False  # acknowledged: nothing of the attempt is or will be in flight
     lost: bool = False  # its session is lost, and not begun anew

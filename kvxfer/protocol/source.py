@@ -276,6 +276,7 @@ class Source(Delivery):
         one, sink, (start, end, _) = self._landed(transfer)
         sink.posted.remove(start, end)
         self._may_post_until.pop(sink.rank, None)
+        yield self._announce(one, sink, -1)
         yield from self._advance(one, now)
 
     def tick(self, now: float) -> Iterator[Action]:

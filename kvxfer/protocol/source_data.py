@@ -30,6 +30,7 @@ class Registration:
     posted: IntervalSet = field(default_factory=IntervalSet)  # posted, under the current generation
     in_flight: dict[int, tuple[int, int, float]] = field(default_factory=dict)
     """Transfer → positions [a, b) that it writes, whatever the generation, and when it was posted."""
+    announced: int = 0  # writes that the sink was told of
     cancelled: bool = False
     grant_due: bool = True  # pull: asked for, or asked for again
     granted_until: float = 0.0

@@ -128,13 +128,18 @@ class Delivery:
             sink.posted.add(start, stop)
             sink.in_flight[transfer] = (start, stop, now)
             self._transfers[transfer] = one
-            yield Send(
-                sink.rank, Posted(one.id, sink.attempt)
-            )  # first: it travels while thousands of descriptors are posted
+            # First: it travels while thousands of descriptors are posted.
+            yield self._announce(one, sink, 1)
             yield PostWrite(
                 transfer, sink.rank, one.id, sink.attempt, one.generation, start, stop,
                 one.blocks.tobytes(), sink.blocks, (sink.start, sink.end), self._may_post_until[sink.rank],
             )  # fmt: skip
+
+    @staticmethod
+    def _announce(one: SourceHandoff, sink: Registration, writes: int) -> Send:
+        """Say how many writes have been posted, now that there are so many more, or less."""
+        sink.announced += writes
+        return Send(sink.rank, Posted(one.id, sink.attempt, sink.announced))
 
     @staticmethod
     def _pin(one: SourceHandoff, token: int) -> None:

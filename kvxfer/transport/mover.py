@@ -2,8 +2,8 @@
 
 Everybody else puts commands into its mailbox and takes results out of another; nobody waits for it, and it waits for nobody.
 While something is under way (a transfer, an announced write, a fence that has not passed) it looks every ``poll`` seconds, since
-NIXL's own progress thread is off, and every ``WATCH`` seconds while something might be: each look takes the interpreter's lock.
-With nothing under way it sleeps in its mailbox, and a command wakes it at once.
+NIXL's own progress thread is off, and every ``WATCH`` seconds (``poll``, if that is more) while something might be: each look
+takes the interpreter's lock. With nothing under way it sleeps in its mailbox, and a command wakes it at once.
 
 When the agent says that some connection broke, nobody is posted to before having proved to live (``reach``): leases are
 suspended, and what proves less is dropped. ``check`` is for what remains.
@@ -225,7 +225,7 @@ class Mover(threading.Thread):
         lingers = self._linger_until - self._clock()
         if self.sink.arriving() or self.source.serving() or self._approaches.promised() or lingers > LINGER - FLUSH:
             return self.settings.poll
-        return WATCH if self.sink.receiving() or lingers > 0 else None
+        return max(WATCH, self.settings.poll) if self.sink.receiving() or lingers > 0 else None
 
     def _wait_time(self) -> float | None:
         """Seconds to sleep in the mailbox; None for as long as nothing comes."""
@@ -275,10 +275,9 @@ class Mover(threading.Thread):
             case cmd.Leased(rank, until, asked):
                 if self.transfers.reach.heard(rank, asked):
                     self._run(self.source.leased(rank, until, now))
+            case cmd.Connected(address, ranks) if not self.transfers.reach.knows(ranks):
+                self._openings.again(address)  # its sessions have ended meanwhile
             case cmd.Connected(address, ranks):
-                if not all(self.transfers.reach.knows(rank) for rank in ranks):
-                    self._openings.again(address)  # its sessions have ended meanwhile
-                    return
                 for handoff in self._openings.connected(address, ranks):
                     self._register(handoff, ranks, now)
             case cmd.Unreachable(address, reason):
@@ -336,6 +335,9 @@ class Mover(threading.Thread):
 
     def _register(self, handoff: HandoffId, ranks: tuple[RankId, ...], now: float) -> None:
         """Register a sink with its source's ranks, once it has the slots that it needs to be received, if any."""
+        if not self.transfers.reach.knows(ranks):
+            self._staging.leave(handoff)  # lost while it waited for slots: they are called anew, or it fails
+            return
         try:
             routes = {rank: self.transfers.route(rank, inward=True) for rank in ranks}
             staged = self._staging.take(Wanted(handoff, *self.sink.span(handoff), self.cache.block_size), routes)
@@ -343,6 +345,7 @@ class Mover(threading.Thread):
             self._run(self.sink.unreachable(handoff, str(error)))
             return
         if staged is not None:  # else ``ready`` names it later
+            self._openings.closed(handoff)
             self._run(self.sink.connected(handoff, ranks, now, staged))
 
     def _act_on_staging(self, now: float) -> None:
@@ -360,10 +363,8 @@ class Mover(threading.Thread):
             self._openings.call_back(rank)  # if it lives, it can say that nothing is in flight
         self._openings.lost(rank)
         self._approaches.lost(rank)
-        if dead:
-            self.transfers.ended_process(rank)
-        else:
-            self.transfers.lost(rank)
+        lost = self.transfers.ended_process if dead else self.transfers.lost
+        lost(rank)
 
     def _ask_for_disturbance(self) -> None:
         if self.transfers.disturbed():

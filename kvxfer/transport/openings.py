@@ -1,7 +1,8 @@
 """Sinks that have not registered yet: each waits for its blocks' fence, and for its source's ranks to be connected.
 
-Both can come in either order, and a connection can be lost again while the fence has not passed; it is then called anew, so
-every opening ends: ready, or failed with the reason that the call gave.
+Both can come in either order, and then some wait for slots of the staging area. A connection can be lost again at any moment
+of that; it is then called anew, so every opening ends: registered, or failed with the reason that the call gave. Who registers
+one, or ends it otherwise, says so (``closed``).
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ class Openings:
         if one is None:
             return None
         one.fenced = True
-        return self._ready(handoff, one)
+        return self._ready(one)
 
     def connected(self, address: EngineAddress, ranks: tuple[RankId, ...]) -> list[HandoffId]:
-        """Note that an engine is connected. Returns the handoffs that register now."""
+        """Note that an engine is connected. Returns the handoffs that may register now."""
         self._called.discard(address)
         self._ranks[address] = ranks
-        return [h for h, one in list(self._open.items()) if one.address == address and self._ready(h, one)]
+        return [h for h, one in self._open.items() if one.address == address and self._ready(one)]
 
     def unreachable(self, address: EngineAddress) -> list[HandoffId]:
         """Note that an engine cannot be connected. Returns the handoffs that fail."""
@@ -80,18 +81,15 @@ class Openings:
                 self._call(address)
 
     def closed(self, handoff: HandoffId) -> None:
-        """Note that a handoff has ended."""
+        """Note that a handoff has been registered, or has ended."""
         self._open.pop(handoff, None)
 
     def ranks(self, address: EngineAddress) -> tuple[RankId, ...]:
         """Return the ranks of a connected engine."""
         return self._ranks[address]
 
-    def _ready(self, handoff: HandoffId, one: _Opening) -> tuple[RankId, ...] | None:
-        ranks = self._ranks.get(one.address) if one.fenced else None
-        if ranks is not None:
-            del self._open[handoff]
-        return ranks
+    def _ready(self, one: _Opening) -> tuple[RankId, ...] | None:
+        return self._ranks.get(one.address) if one.fenced else None
 
     def _call(self, address: EngineAddress) -> None:
         if address not in self._ranks and address not in self._called:

@@ -19,6 +19,8 @@ from kvxfer.errors import TransportError
 from kvxfer.protocol.ids import shown
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from kvxfer.layout.card import RankCard
     from kvxfer.protocol.ids import RankId
     from kvxfer.transport.agent import Agent
@@ -116,9 +118,9 @@ class Reach:
         card = self._cards.get(peer)
         return card is not None and self._agents.get(peer, ("", b""))[1] == card.agent
 
-    def knows(self, peer: RankId) -> bool:
-        """Tell whether a peer has an open session."""
-        return peer in self._cards
+    def knows(self, peers: Iterable[RankId]) -> bool:
+        """Tell whether all of these peers have an open session."""
+        return all(peer in self._cards for peer in peers)
 
     def peers(self) -> list[RankId]:
         """Return the peers with an open session."""

@@ -174,5 +174,5 @@ class Sessions:
             raise RemoteProtocolError(f"{rank} shows the card of {shown(theirs.engine)}")
         reasons = [] if self.card is None else refusals(self.card, theirs)
         if reasons:
-            raise RemoteProtocolError("; ".join(reasons))
+            raise RemoteProtocolError("; ".join(reasons)[: messages.MAX_REASON])
         return theirs

@@ -81,7 +81,7 @@ class Staging:
             )
         first = next(iter(self._waiting), wanted.handoff)
         if first != wanted.handoff or not self._fits({routes[rank].geometry for rank in needs}, slots, need):
-            self._waiting.setdefault(wanted.handoff, tuple(routes))
+            self._waiting[wanted.handoff] = tuple(routes)
             return None
         self._waiting.pop(wanted.handoff, None)
         staged = _Staged(wanted, routes, {})
@@ -104,8 +104,12 @@ class Staging:
         return len(self._free) >= need
 
     def ready(self) -> tuple[HandoffId, tuple[RankId, ...]] | None:
-        """Name who waits longest for slots, with its source ranks: it takes again, or ends."""
+        """Name who waits longest for slots, with its source ranks: it takes again, leaves, or ends."""
         return next(iter(self._waiting.items()), None)
+
+    def leave(self, handoff: HandoffId) -> None:
+        """Note that a handoff does not wait any more: its source is lost, and must be connected anew before it takes."""
+        self._waiting.pop(handoff, None)
 
     def received(self, done: SinkFinished) -> bool:
         """Note that a handoff has ended. True when it is re-packed first: ``packed`` returns it later."""
@@ -127,9 +131,7 @@ class Staging:
 
     def packed(self) -> list[SinkFinished]:
         """Take the handoffs whose tokens are in their blocks."""
-        ended = [
-            one.done for one in self._staged.values() if one.done is not None and all(f.done() for f in one.fences)
-        ]
+        ended = [one.done for one in self._staged.values() if self._has_ended(one) and one.done is not None]
         for done in ended:
             self._close(done.handoff)
         return ended
@@ -137,6 +139,17 @@ class Staging:
     def packing(self) -> bool:
         """Tell whether something is being re-packed."""
         return any(one.done is not None for one in self._staged.values())
+
+    @staticmethod
+    def _has_ended(one: _Staged) -> bool:
+        if one.done is None:
+            return False
+        try:
+            return all(fence.done() for fence in one.fences)
+        except Exception as error:
+            logger.exception("handoff %s: the device failed in re-packing what was received", one.done.handoff)
+            one.done = replace(one.done, reason=f"what was received could not be re-packed: {error}")
+            return True
 
     def _close(self, handoff: HandoffId) -> None:
         self._waiting.pop(handoff, None)

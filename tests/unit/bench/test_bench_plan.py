@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from typer.testing import CliRunner
 
 from kvxfer.bench import plan
 from kvxfer.bench.command import bench
+from kvxfer.bench.machine import versions
+from kvxfer.errors import ConfigError
 
 COUNTS = {
     "block-major contiguous": 1,
@@ -30,6 +33,19 @@ def test_no_two_blocks_of_the_scattered_tables_follow_each_other() -> None:
     for (table,) in plan.tables(contiguous=False):
         assert len(set(table.ids.tolist())) == 1_024
         assert not any(b - a == 1 for a, b in zip(table.ids, table.ids[1:], strict=False))
+
+
+@pytest.mark.parametrize("lengths", ["", "abc", "1024,", "0", "-5", "1024,8k", "1.5"])
+def test_lengths_that_are_none_are_refused_by_name(lengths) -> None:
+    result = CliRunner().invoke(bench, ["engine", f"--lengths={lengths}"])
+    assert result.exit_code == 1
+    assert f"--lengths={lengths!r} must be numbers of tokens above 0" in result.output
+
+
+@pytest.mark.parametrize("python", ["/nowhere/python", "/", "/bin/false"])
+def test_a_python_that_is_none_is_refused_by_name(python) -> None:
+    with pytest.raises(ConfigError, match=f"^{python} does not tell its packages"):
+        versions(python)
 
 
 def test_it_prints_a_line_a_case_or_json_and_writes_a_file(monkeypatch, tmp_path) -> None:

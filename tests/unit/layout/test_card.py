@@ -190,13 +190,37 @@ def test_a_card_without_a_field_or_with_nonsense_in_it_is_refused(field, fault) 
         (StagingArea(-1, 8, ()), "a staging area at -1 of 8 bytes"),
         (StagingArea(8, 0, ()), "a staging area at 8 of 0 bytes"),
         (StagingArea((1 << 63) - 8, 9, ()), "a staging area at"),
-        (StagingArea(8, 8, (("a" * 257, "b"),)), "a long name"),
-        (StagingArea(8, 8, (("a", "b" * 257),)), "a long name"),
+        (StagingArea(8, 8, (("a" * 257, "b"),)), "a name of 257 characters"),
+        (StagingArea(8, 8, (("a", "b" * 257),)), "a name of 257 characters"),
+        (StagingArea(8, 8, (("a\n", "b"),)), "a name that cannot be printed"),
         (StagingArea(8, 8, (STRIDED,) * 1025), "1025 offers"),
     ],
 )
 def test_a_staging_area_that_cannot_be_is_refused_before_anything_is_computed_from_it(area, why) -> None:
     card = msgspec.structs.replace(CARD, staging=area)
+    with pytest.raises(RemoteProtocolError, match=f"not a rank card: .*{why}"):
+        RankCard.from_builtins(card.to_builtins())
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"tp_size": 0}, "tensor-parallel rank 0 of 0"),
+        ({"tp_size": -1}, "tensor-parallel rank 0 of -1"),
+        ({"tp_rank": 1}, "tensor-parallel rank 1 of 1"),
+        ({"tp_rank": -1}, "tensor-parallel rank -1 of 1"),
+        ({"tp_size": 1 << 40}, f"tensor-parallel rank 0 of {1 << 40}"),
+        ({"pp_size": 0}, "pipeline-parallel rank 0 of 0"),
+        ({"pp_rank": 7}, "pipeline-parallel rank 7 of 1"),
+        ({"engine": "e\nWARNING"}, "the name 'e"),
+        ({"model": "m\x1b[2J"}, "the name 'm"),
+        ({"backend": "b\r"}, "the name 'b"),
+        ({"model": "m" * 5000}, "the name 'mmm"),
+    ],
+)
+def test_a_rank_or_a_name_that_cannot_be_is_refused(change, why) -> None:
+    """A stage of no ranks would get around the check of its layers; names stand in what people read."""
+    card = msgspec.structs.replace(CARD, **change)
     with pytest.raises(RemoteProtocolError, match=f"not a rank card: .*{why}"):
         RankCard.from_builtins(card.to_builtins())
 

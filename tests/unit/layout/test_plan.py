@@ -8,13 +8,15 @@ import pytest
 
 from kvxfer.errors import LayoutMismatchError
 from kvxfer.layout import plan as planning
+from kvxfer.layout import refine
 from kvxfer.layout.check import check
 from kvxfer.layout.describe import Content, Heads, Tensor, sections, strided
-from kvxfer.layout.maps import CacheMap, Group
+from kvxfer.layout.maps import CacheMap, Group, Plane
 from kvxfer.layout.plan import Cost, Prepared, prepare
 from kvxfer.layout.positions import Table
 from kvxfer.layout.ranks import Shard, heads_of, share
 from kvxfer.layout.refine import Held
+from kvxfer.layout.runs import EMPTY
 
 LAYERS, HEADS, DIM, BLOCK, BLOCKS = 4, 8, 128, 16, 64
 SOURCE, SINK = 1 << 40, 1 << 44
@@ -349,6 +351,28 @@ def test_too_many_pieces_are_refused_before_memory_is_taken() -> None:
 
     with pytest.raises(LayoutMismatchError, match="blocks fall into more than 4,194,304 pieces"):
         prepare(permuted(SOURCE, 512, 2 << 16, 2), permuted(SINK, 512, 2, 1024))
+
+
+def test_many_small_pieces_are_refused_before_each_is_gone_through(monkeypatch) -> None:
+    """Each costs as much as a long one: a card of 80 layers that are all unlike kept a control thread for a minute."""
+    gone = []
+    monkeypatch.setattr(refine, "_piece_runs", lambda piece, *_: gone.append(piece) or EMPTY)
+
+    def unlike(base: int, size: int, step: int) -> CacheMap:
+        page = 4 * size * DIM * 2
+        planes = [
+            Plane(
+                name, "bfloat16", 2, (layer,), (base + (layer << 24) + at * page,), tuple(range(4)), 4,
+                2 * page + step * (layer + 1), page // 4, ((size, DIM * 2),), ((DIM, 2),),
+            )
+            for layer in range(80)
+            for at, name in enumerate(("k", "v"))
+        ]  # fmt: skip
+        return CacheMap((Group(size, 4, tuple(planes)),), (), "DRAM")
+
+    with pytest.raises(LayoutMismatchError, match="blocks fall into more than 4,194,304 pieces"):
+        prepare(unlike(SOURCE, 16, 0), unlike(SINK, 127, 64))
+    assert len(gone) < 5000
 
 
 def test_one_block_named_twice_on_the_sink_is_refused() -> None:

@@ -41,13 +41,24 @@ def test_what_vllm_would_not_spread_is_refused(total, shard) -> None:
 
 def test_a_rank_that_does_not_hold_what_the_rule_gives_it_is_refused() -> None:
     with pytest.raises(
-        LayoutMismatchError, match=r"rank 1 of 2 holds heads \(0,\), and of 2 in the model it should hold \(1,\)"
+        LayoutMismatchError, match=r"rank 1 of 2 holds heads 0, and of 2 in the model it should hold 1 to 1$"
     ):
         stage(cache([0], [0], 2), Shard(1, 2))
     with pytest.raises(LayoutMismatchError, match="3 heads cannot be spread over 2 ranks"):
         stage(cache([0], [0], 3), Shard(1, 2))
-    with pytest.raises(LayoutMismatchError, match="should hold None"):
+    with pytest.raises(LayoutMismatchError, match="should hold none"):
         stage(cache([0], [0], 2), Shard(2, 2))
+
+
+@pytest.mark.parametrize("shard", [Shard(0, 1), Shard(3, 4)])
+def test_the_number_of_heads_that_a_card_names_costs_nothing(shard) -> None:
+    """It is only the peer's word: to list so many would take the whole machine's memory."""
+    total = 1 << 60
+    with pytest.raises(
+        LayoutMismatchError, match=f"and of {total} in the model it should hold .* to {total - 1}$"
+    ) as it:
+        stage(cache([0], range(total - 5, total), total), shard)
+    assert f"holds heads {total - 5}-{total - 1}," in str(it.value)
 
 
 @given(st.sampled_from([1, 2, 4, 8]), st.integers(0, 3), st.integers(0, 3), st.integers(1, 6), st.data())

@@ -65,8 +65,8 @@ class Rig:
     def written(self, start: int, end: int, generation: int = 0, attempt: int = 1, frm: RankId = P) -> list:
         return self.do("written", frm.agent, Written(H, attempt, generation, frm.rank, start, end))
 
-    def posted(self, attempt: int = 1, frm: RankId = P) -> None:
-        self.sink.posted(frm, Posted(H, attempt))
+    def posted(self, writes: int = 1, attempt: int = 1, frm: RankId = P) -> None:
+        self.sink.posted(frm, Posted(H, attempt, writes))
 
     def seal(self, generation: int = 0, attempt: int = 1, frm: RankId = P) -> list:
         return self.do("seal", frm, Seal(H, attempt, generation, 8), self.now)
@@ -258,8 +258,9 @@ def test_data_is_arriving_from_the_announcement_of_a_write_to_its_notification_o
     rig.push(P, P1)
     assert rig.sink.receiving()
     assert not rig.sink.arriving(), "nobody has said that he writes"
-    rig.posted()
-    rig.posted()
+    rig.posted(1)
+    rig.posted(2)
+    rig.posted(2)
     rig.posted(frm=P1)
     for frm, start in ((P, 0), (P1, 0), (P, 4)):
         assert rig.sink.arriving()
@@ -267,7 +268,42 @@ def test_data_is_arriving_from_the_announcement_of_a_write_to_its_notification_o
     assert not rig.sink.arriving()
     rig.written(4, 8, frm=P1)
     assert not rig.sink.arriving(), "a notification may overtake its announcement"
+    rig.posted(2, frm=P1)
+    assert not rig.sink.arriving()
+
+
+def test_an_announcement_that_is_taken_back_or_was_lost_is_not_waited_for() -> None:
+    rig = Rig()
+    rig.push()
+    rig.posted(1)
+    rig.posted(0)
+    assert not rig.sink.arriving(), "the write was not posted"
+    rig.written(0, 4)
+    rig.posted(2)
+    assert rig.sink.arriving(), "the first one's announcement was lost"
+    rig.written(4, 8)
+    assert not rig.sink.arriving()
+
+
+def test_of_several_ranks_those_are_looked_for_that_have_not_delivered() -> None:
+    rig = Rig()
+    rig.push(P, P1)
+    rig.posted(7)
+    rig.written(0, 8)
+    assert rig.sink.arriving()
+    rig.seal()
+    assert not rig.sink.arriving(), "all that it sealed is here, however many writes it spoke of"
     rig.posted(frm=P1)
+    assert rig.sink.arriving()
+    rig.written(0, 8, frm=P1)
+    rig.seal(frm=P1, generation=1)
+    assert rig.sink.arriving()
+
+
+def test_in_pull_nobody_announces_anything() -> None:
+    rig = Rig()
+    rig.pull()
+    rig.posted(9)
     assert not rig.sink.arriving()
 
 

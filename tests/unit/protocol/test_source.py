@@ -248,10 +248,23 @@ def test_each_write_is_announced_before_it_is_posted() -> None:
     rig = Rig()
     rig.start()
     rig.register(attempt=3)
-    for final in (4, 8):
+    for count, final in enumerate((4, 8), 1):
         announced, write = (a for a in rig.progress(final, (5,)) if isinstance(a, (Send, PostWrite)))
-        assert announced == Send(D, Posted(H, 3))
+        assert announced == Send(D, Posted(H, 3, count))
         assert (write.to, write.end) == (D, final)
+
+
+def test_the_announcement_of_a_write_that_was_not_posted_is_taken_back() -> None:
+    """Or the sink would look for it until the handoff ends."""
+    rig = Rig()
+    rig.start()
+    rig.register()
+    rig.progress(4, (5,))
+    (write,) = [a for a in rig.progress(8, (6,)) if isinstance(a, PostWrite)]
+    assert rig.do("unposted", write.transfer) == [Send(D, Posted(H, 1, 1))]
+    again = [a for a in rig.do("leased", D, 1e6) if isinstance(a, (Send, PostWrite))]
+    assert again[0] == Send(D, Posted(H, 1, 2))
+    assert (again[1].start, again[1].end) == (4, 8)
 
 
 def test_a_write_names_blocks_positions_attempt_and_generation() -> None:

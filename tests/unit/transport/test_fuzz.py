@@ -65,7 +65,18 @@ class Storm:
                 return (
                     draw.randbytes(4 * draw.choice([0, 1, 2, 100])) if draw.random() < 0.9 else draw.randbytes(1 << 16)
                 )
-            case "attempt" | "generation" | "start" | "end" | "tokens" | "rank" | "last" | "tp_size" | "pp_size":
+            case (
+                "attempt"
+                | "generation"
+                | "start"
+                | "end"
+                | "tokens"
+                | "rank"
+                | "last"
+                | "tp_size"
+                | "pp_size"
+                | "writes"
+            ):
                 return draw.choice([0, 1, 2, 3, 8, draw.randrange(100)])
             case "port":
                 return draw.choice([0, 1, 5600, 65535])

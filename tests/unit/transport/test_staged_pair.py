@@ -134,11 +134,55 @@ def test_a_lost_source_gives_the_slots_back(ranks) -> None:
     assert len(d.mover._staging._free) == 5
 
 
+def wait_in_line(p, d, other) -> None:
+    """Give all slots to a handoff with ``other``, and let x of p wait for some, y of the other behind it."""
+    d.open(HandoffId("first"), "d0", other.address, [1, 2], 20)
+    wait_until(lambda: d.mover._staging._staged, what="the first has all slots")
+    d.open(H, "d1", p.address, [3, 4], 20)
+    wait_until(lambda: len(d.mover._staging._waiting) == 1, what="one waits")
+    d.open(HandoffId("y"), "d2", other.address, [5, 6], 20)
+    wait_until(lambda: len(d.mover._staging._waiting) == 2, what="two wait")
+
+
+def test_who_waits_for_slots_when_its_source_dies_fails_and_nobody_waits_for_it(ranks) -> None:
+    fabric = TwinFabric()
+    p, other = ranks("p", fabric, 4), ranks("o", fabric, 4)
+    d = ranks("d", fabric, 16, staging_bytes=5 * 3 * 4 * CONTENT, connect_timeout=1.0)
+    wait_in_line(p, d, other)
+    p.kill()
+    for i, name in ((0, "first"), (2, "y")):
+        other.fill([1, 2, 3, 4, 5], i)
+        other.prefill(HandoffId(name), f"p{i}", [1, 2, 3, 4, 5], 20)
+        assert d.wait(f"d{i}").reason is None
+        assert np.array_equal(d.tokens([2 * i + 1, 2 * i + 2])[:, :20], other.tokens([1, 2, 3, 4, 5]))
+    assert "p rank 0" in d.wait("d1").reason or "127.0.0.1" in d.wait("d1").reason
+    assert d.mover._staging.ready() is None
+    assert len(d.mover._staging._free) == 5
+
+
+def test_who_waits_for_slots_when_the_session_breaks_registers_in_the_next_one(ranks) -> None:
+    fabric = TwinFabric()
+    p, other = ranks("p", fabric, 4), ranks("o", fabric, 4)
+    d = ranks("d", fabric, 16, staging_bytes=5 * 3 * 4 * CONTENT)
+    wait_in_line(p, d, other)
+    card = d.mover.transfers.reach.card(p.me)
+    d.mover.post(cmd.PeerLost(p.me, "a test says so", 0.0, dead=False))
+    wait_until(lambda: not d.mover.transfers.reach.knows([p.me]), what="the loss")
+    d.mover.post(cmd.PeerUp(p.me, card))
+    p.fill([1, 2, 3, 4, 5], 9)
+    p.prefill(H, "p1", [1, 2, 3, 4, 5], 20)
+    for i, name in ((0, "first"), (2, "y")):
+        other.prefill(HandoffId(name), f"p{i}", [1, 2, 3, 4, 5], 20)
+        assert d.wait(f"d{i}").reason is None
+    assert d.wait("d1").reason is None
+    assert np.array_equal(d.tokens([3, 4])[:, :20], p.tokens([1, 2, 3, 4, 5]))
+
+
 def test_the_report_waits_for_the_re_packs_fence(ranks) -> None:
     """And a re-pack that fails is a load that failed."""
 
     class Slow(HostPlatform):
-        passed = broken = False
+        passed = broken = lost = False
 
         def repack(self, call):
             if self.broken:
@@ -147,6 +191,8 @@ def test_the_report_waits_for_the_re_packs_fence(ranks) -> None:
             return self
 
         def done(self):
+            if self.lost:
+                raise RuntimeError("the device has fallen off the bus")
             return self.passed
 
     fabric, platform = TwinFabric(), Slow(fence_delay=0)
@@ -163,6 +209,10 @@ def test_the_report_waits_for_the_re_packs_fence(ranks) -> None:
     d.open(HandoffId("y"), "d2", p.address, [1], 12)
     p.prefill(HandoffId("y"), "p2", [1, 2, 3], 12)
     assert d.wait("d2").reason == "what was received could not be re-packed: the device is gone"
+    platform.broken, platform.lost = False, True
+    d.open(HandoffId("z"), "d3", p.address, [1], 12)
+    p.prefill(HandoffId("z"), "p3", [1, 2, 3], 12)
+    assert d.wait("d3").reason == "what was received could not be re-packed: the device has fallen off the bus"
     assert len(d.mover._staging._free) == (1 << 16) // (3 * 4 * CONTENT)
 
 
