@@ -23,6 +23,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from kvxfer.errors import LocalProtocolError, RemoteProtocolError, TransportError
+from kvxfer.layout.tables import Tables
 from kvxfer.protocol import messages
 from kvxfer.protocol.actions import (
     Action,
@@ -90,9 +91,11 @@ class Mover(threading.Thread):
         self.rank = rank
         self.cache = card.cache
         self.settings = settings
+        tables = Tables.of(card.cache)
         self.source = Source(
-            card.cache.block_size,
-            stream=settings.stream,
+            tables.step,
+            join=tables.join,
+            stream=settings.stream and tables.streams,
             leg_timeout=settings.leg_timeout,
             lease=settings.pull_lease,
             hold_limit=settings.hold_limit,
@@ -315,8 +318,7 @@ class Mover(threading.Thread):
             self._run(self.sink.cancel(cancel.request_id, cancel.reason))
 
     def _opening(self, opened: cmd.SinkOpen, now: float) -> Iterator[Action]:
-        mode = self.settings.mode
-        span = (mode, opened.start, opened.end, opened.blocks)
+        span = (self.settings.mode, opened.start, opened.end, opened.blocks)
         return self.sink.open(opened.handoff, opened.request_id, *span, now, opened.prompt)
 
     def _act_on_fences(self, now: float) -> None:
@@ -326,7 +328,7 @@ class Mover(threading.Thread):
             for end in finished:
                 self._run(self.source.finish(end.request_id, now, aborted=end.aborted, held=end.held, token=end.token))
             for one in progress:
-                self._run(self.source.progress(one.request_id, memoryview(one.blocks).cast("i"), one.final, now))
+                self._run(self.source.progress(one.request_id, one.blocks, one.final, now))
         for opened in self._steps.passed_sinks():
             if self.sink.request(opened.handoff) != opened.request_id:
                 continue  # cancelled or refused meanwhile
@@ -338,7 +340,7 @@ class Mover(threading.Thread):
         """Register a sink with its source's ranks, once it has the slots that it needs to be received, if any."""
         try:
             routes = {rank: self.transfers.route(rank, inward=True) for rank in ranks}
-            staged = self._staging.take(Wanted(handoff, *self.sink.span(handoff), self.cache.block_size), routes)
+            staged = self._staging.take(Wanted(handoff, *self.sink.span(handoff)), routes)
         except TransportError as error:
             self._run(self.sink.unreachable(handoff, str(error)))
             return

@@ -47,7 +47,7 @@ def test_blocks_with_long_runs_move_straight_though_there_is_a_staging_area() ->
     route = Route(rows(16, A, heads=1), rows(32, B, heads=1), area=area())
     assert (route.geometry, route.slots, route.block_size) == (None, 0, 32)
     assert route.slots_for(0, 999) == 0
-    assert route.calls(b"", packed(1), 32, (0, 20)) == ()
+    assert route.calls(b"", packed(1), (0, 20)) == ()
 
 
 def test_blocks_turned_alike_move_straight_where_their_sizes_are_equal() -> None:
@@ -89,7 +89,7 @@ def test_a_staged_plan_fills_the_registered_slots_and_the_calls_name_the_positio
     ends = plan.sink[:, 0] + plan.sink[:, 1]
     assert plan.sink[:, 0].min() >= AREA
     assert ends.max() <= AREA + (1 << 20)
-    (call,) = route.calls(packed(7, 8, 2), packed(20, 21), 32, span)
+    (call,) = route.calls(packed(7, 8, 2), packed(20, 21), span)
     assert sorted(map(tuple, call.moves.tolist())) == [(2, 0, 21, 0, 8), (7, 5, 20, 5, 11), (8, 0, 20, 16, 16)]
 
 
