@@ -6,12 +6,21 @@ lie in the same memory. So a block that vLLM has given back, or that is the null
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.v1 import kv_cache_interface
+from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+
 from kvxfer.bench import model
+from kvxfer.connector import compat
 from kvxfer.connector.pins import Pins
+from kvxfer.errors import ConfigError
 from kvxfer.transport.twin import Faults, TwinFabric
 from kvxfer_host import HostPlatform
 from tests.contract.test_hooks import check, decode_leg, prefill_leg, prompt, run
@@ -317,3 +326,100 @@ def test_an_engine_without_the_window_is_refused_with_the_cure(engines, mode) ->
     run(p, d)
     assert d.outputs["d"] == expected(tokens, 3)
     assert "--disable-hybrid-kv-cache-manager" in last(d).reason
+
+
+# --- what is refused at start -------------------------------------------------------------------------------------------
+
+
+def spec(kind: str, **changes) -> object:
+    shape = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 4, "dtype": torch.float32}
+    if kind == "MambaSpec":
+        shape = {"block_size": BLOCK, "shapes": ((4, 4),), "dtypes": (torch.float32,)}
+    return getattr(kv_cache_interface, kind)(**shape | changes)
+
+
+def groups(*specs: object) -> SimpleNamespace:
+    return SimpleNamespace(
+        kv_cache_groups=[SimpleNamespace(kv_cache_spec=one, layer_names=[f"layers.{i}"]) for i, one in enumerate(specs)]
+    )
+
+
+def config(**changes) -> SimpleNamespace:
+    cascade = changes.pop("cascade", False)
+    return SimpleNamespace(
+        **{"speculative_config": None, "model_config": SimpleNamespace(disable_cascade_attn=not cascade)} | changes
+    )
+
+
+FULL, SLIDING = spec("FullAttentionSpec"), spec("SlidingWindowSpec", sliding_window=WINDOW)
+
+
+@pytest.mark.parametrize(
+    "cache",
+    [
+        (FULL,),
+        (SLIDING,),
+        (FULL, SLIDING),
+        (SLIDING, FULL, SLIDING, spec("SlidingWindowSpec", sliding_window=2 * WINDOW)),
+        (spec("FullAttentionSpec", sliding_window=WINDOW),),
+    ],
+)
+def test_full_attention_and_sliding_windows_are_taken(cache) -> None:
+    compat.check_groups(config(), groups(*cache))
+
+
+@pytest.mark.parametrize(
+    ("cache", "changes", "what", "cure"),
+    [
+        ((FULL, spec("MambaSpec")), {}, "2 groups, with MambaSpec", "without disaggregation"),
+        ((spec("MambaSpec"),), {}, "1 groups, with MambaSpec", "without disaggregation"),
+        (
+            (FULL, spec("ChunkedLocalAttentionSpec", attention_chunk_size=64)),
+            {},
+            "with ChunkedLocalAttentionSpec",
+            "--disable-hybrid-kv-cache-manager",
+        ),
+        ((FULL, spec("MLAAttentionSpec")), {}, "with MLAAttentionSpec", "--disable-hybrid-kv-cache-manager"),
+        (
+            (FULL, spec("SlidingWindowSpec", sliding_window=WINDOW, extra_retained_tokens=2)),
+            {},
+            "keep more than attention looks back to",
+            "--disable-hybrid-kv-cache-manager",
+        ),
+        ((FULL, SLIDING), {"speculative_config": object()}, "speculative", "--disable-hybrid-kv-cache-manager"),
+        ((FULL, SLIDING), {"cascade": True}, "cascade attention", "--disable-hybrid-kv-cache-manager"),
+        (
+            (FULL, UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs={"a": FULL, "b": SLIDING})),
+            {},
+            "layers have different windows",
+            "--disable-hybrid-kv-cache-manager",
+        ),
+    ],
+)
+def test_what_is_not_proven_is_refused_with_what_to_set(cache, changes, what, cure) -> None:
+    with pytest.raises(ConfigError) as refused:
+        compat.check_groups(config(**changes), groups(*cache))
+    assert what in str(refused.value)
+    assert cure in str(refused.value)
+
+
+def test_a_vllm_that_cannot_be_told_of_failed_loads_is_refused(monkeypatch) -> None:
+    monkeypatch.delattr(base, "KVConnectorTransferResults", raising=False)
+    with pytest.raises(
+        ConfigError, match=r"install vLLM 0\.31 or later, or start with --disable-hybrid-kv-cache-manager"
+    ):
+        compat.whole_load_failures()
+
+
+@pytest.mark.parametrize("mode", ["push", "pull"])
+def test_with_the_hybrid_manager_off_all_positions_of_all_layers_move(engines, mode) -> None:
+    """VLLM notes down the window of some layers in the one group that then keeps everything of all of them."""
+    fabric = TwinFabric()
+    p, d = (engines(name, fabric, mode=mode, window=None, note=WINDOW) for name in "pd")
+    serve(p, d, "", prompt(200, 1), 5)
+    assert (last(d).outcome, max(last(p).bytes, last(d).bytes)) == ("done", 13 * last_map(d).block_bytes)
+    check(p, d)
+
+
+def last_map(engine: SimEngine):
+    return engine.worker._worker._threads.mover.cache

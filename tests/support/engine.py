@@ -64,9 +64,12 @@ class SimEngine:
         platform: HostPlatform | None = None,
         policy: str = "fail",
         window: int | None = None,
+        note: int | None = None,
         **settings: Any,
     ) -> None:
-        self.window = window
+        self.window = (
+            window  # of the last layer, in a group of its own; ``note`` is written down in a group of all layers
+        )
         self.name, self.runner, self.block_size = name, runner, block_size
         self.platform = platform or HostPlatform(fence_delay=0)
         (port,) = free_ports(1)
@@ -92,7 +95,9 @@ class SimEngine:
         self.config.cache_config.block_size = block_size
         names = [f"layers.{i}" for i in range(LAYERS)]
         shape = {"block_size": block_size, "num_kv_heads": HEADS, "head_size": DIM, "dtype": torch.float32}
-        groups = [KVCacheGroupSpec(names if window is None else names[:-1], FullAttentionSpec(**shape))]
+        groups = [
+            KVCacheGroupSpec(names if window is None else names[:-1], FullAttentionSpec(**shape, sliding_window=note))
+        ]
         if window is not None:
             groups.append(KVCacheGroupSpec(names[-1:], SlidingWindowSpec(**shape, sliding_window=window)))
         self.groups = [(group.layer_names, getattr(group.kv_cache_spec, "sliding_window", None)) for group in groups]
