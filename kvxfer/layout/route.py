@@ -12,7 +12,7 @@ import msgspec
 
 from kvxfer.errors import LayoutMismatchError
 from kvxfer.layout.plan import Prepared, prepare
-from kvxfer.layout.positions import unpacked
+from kvxfer.layout.positions import NULL_BLOCK, unpacked
 from kvxfer.layout.repack import Repacking, better
 from kvxfer.layout.tables import Tables
 
@@ -83,14 +83,13 @@ class Route:
         ``source`` are the packed tables of the source, ``registered`` is what the sink registered: packed tables, or slots.
         Raises ValueError when they do not fit, LayoutMismatchError when a byte would be written twice.
         """
-        ours, theirs = self._tables
         first, last = span
-        tables = ours.read(source)
+        tables = self._tables[0].read(source)
         if self._staged is not None:
             return self._staged.transfer(tables, self._slots(registered, first), start, end, prompt=last + 1)
         assert self._direct is not None
         # What follows a chunk is written by the next one; behind the last one there is nothing that anybody needs.
-        into = theirs.read(registered, first)
+        into = self._received(registered, first)
         return self._direct.plan(tables, into, start, end, prompt=last + 1, keep=first, exact=end < last)
 
     def calls(self, slots: bytes, blocks: bytes, span: tuple[int, int]) -> tuple[Call, ...]:
@@ -101,8 +100,16 @@ class Route:
         if self._staged is None:
             return ()
         start, end = span
-        own = self._tables[1].read(blocks, start)
+        own = self._received(blocks, start)
         return self._staged.calls(self._slots(slots, start), own, start, end, prompt=end + 1)
+
+    def _received(self, blocks: bytes, start: int) -> tuple[Table, ...]:
+        """Read the sink's tables. What it registers it waits for: no block of a window may be one that it has let go of."""
+        tables = self._tables[1].read(blocks, start)
+        for group, table in zip(self._tables[1].groups, tables, strict=True):
+            if group.window is not None and (table.ids == NULL_BLOCK).any():
+                raise ValueError("the sink waits for positions of a window whose blocks it has let go of")
+        return tables
 
     def _slots(self, slots: bytes, start: int) -> tuple[Table, ...]:
         """Read the ids of slots: a slot has room for a block of each of the source's groups."""

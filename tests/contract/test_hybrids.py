@@ -54,7 +54,7 @@ def engines(tiny):
 def serve(p: SimEngine, d: SimEngine, name: str, tokens: list[int], count: int = 3) -> None:
     p.add(f"p{name}", tokens, prefill_leg(f"t{name}"))
     d.add(f"d{name}", tokens, decode_leg(p, f"t{name}"), max_tokens=count)
-    run(p, d)
+    run(p, d, timeout=90)
     assert d.outputs[f"d{name}"] == expected(tokens, count), name
 
 
@@ -97,7 +97,7 @@ def test_windows_of_every_kind(engines, mode, window) -> None:
     fabric = TwinFabric()
     p, d = (engines(name, fabric, mode=mode, window=window, prefix_caching=False) for name in "pd")
     for length in AROUND:
-        serve(p, d, str(length), prompt(length, length), 20)
+        serve(p, d, str(length), prompt(length, length), 6)
         assert last(d).outcome == "done"
     clean(p, d)
 
@@ -110,7 +110,7 @@ def test_where_the_last_positions_place_would_have_to_be_asked_for_later_the_pro
     p, d = (engines(name, fabric, mode=mode, window=34, prefix_caching=False) for name in "pd")
     for length in AROUND:
         before = len(d.worker._worker._threads.mover.records.last(999))
-        serve(p, d, str(length), prompt(length, length), 20)
+        serve(p, d, str(length), prompt(length, length), 4)
         loaded = len(d.worker._worker._threads.mover.records.last(999)) > before
         assert loaded is (length % BLOCK != 1), length
     clean(p, d)
@@ -222,11 +222,11 @@ def test_a_prefill_leg_that_goes_on_generating_keeps_the_prompts_window(engines,
     d = engines("d", fabric, mode=mode, policy="fail")
     for length in (90, 103):
         tokens = prompt(length, length)
-        p.add(f"p{length}", tokens, prefill_leg(f"t{length}"), max_tokens=70)
+        p.add(f"p{length}", tokens, prefill_leg(f"t{length}"), max_tokens=45)
         for i in range(2):
-            p.add(f"o{length}{i}", prompt(60, 7 * length + i), None, max_tokens=90)
+            p.add(f"o{length}{i}", prompt(60, 7 * length + i), None, max_tokens=30)
         d.add(f"d{length}", tokens, decode_leg(p, f"t{length}"), max_tokens=3)
-    run(p, d)
+    run(p, d, timeout=90)
     for length in (90, 103):
         assert d.outputs[f"d{length}"] == expected(prompt(length, length), 3)
     clean(p, d)
