@@ -19,6 +19,7 @@ from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
 from kvxfer.bench import model
 from kvxfer.connector import compat
+from kvxfer.connector.metadata import RankNews
 from kvxfer.connector.pins import Pins
 from kvxfer.errors import ConfigError
 from kvxfer.transport.twin import Faults, TwinFabric
@@ -295,6 +296,23 @@ def test_an_abort_that_crosses_a_failed_load(engines, policy) -> None:
     run(d)
     assert d.outputs["e"] == expected(prompt(100, 7), 3)
     clean(d)
+
+
+def test_a_load_that_failed_on_one_rank_has_failed_when_the_last_one_reports(engines) -> None:
+    half = engines("d", TwinFabric()).scheduler.connector._scheduler
+    told: list[str] = []
+    half._fail_load = told.append
+    news = RankNews({1: 1}, {"r"}).aggregate(RankNews({1: 1, 2: 1}))
+    assert news == RankNews({1: 2, 2: 1}, {"r"})
+    output = SimpleNamespace(
+        kv_connector_worker_meta=RankNews({}, {"r"}), finished_recving={"s"}, finished_sending=None
+    )
+    half.update_connector_output(output)
+    assert told == []
+    for _ in range(2):
+        output = SimpleNamespace(kv_connector_worker_meta=None, finished_recving={"r"}, finished_sending=None)
+        half.update_connector_output(output)
+    assert told == ["r"]
 
 
 @pytest.mark.parametrize("when", ["queued", "waiting", "running"])
