@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import secrets
 import time
-from array import array
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -19,6 +18,7 @@ from kvxfer.layout.card import RankCard
 from kvxfer.layout.check import MAX_CHANNELS
 from kvxfer.layout.maps import CacheMap, Group, Plane
 from kvxfer.layout.route import StagingArea
+from kvxfer.layout.tables import packed
 from kvxfer.protocol.actions import SinkFinished, SourceFinished, SourceQuiet
 from kvxfer.protocol.ids import HandoffId, RankId
 from kvxfer.protocol.messages import Directory, RankAddress
@@ -145,7 +145,7 @@ class LoneRank:
         done = 0
         for i in range(chunks):
             final = tokens * (i + 1) // chunks
-            new = cmd.packed(blocks[-(-done // self.block_size) : -(-final // self.block_size)])
+            new = packed(blocks[-(-done // self.block_size) : -(-final // self.block_size)])
             self.begin(progress=[cmd.SourceProgress(request, new, final)])
             self.end()
             done = final
@@ -162,8 +162,7 @@ class LoneRank:
     ) -> None:
         """Hand over blocks that shall receive positions [start, tokens) from ``source``."""
         now = time.monotonic()
-        packed = array("i", blocks).tobytes()
-        self.begin(opened=[cmd.SinkOpen(handoff, request, source, start, tokens, packed, now, now)])
+        self.begin(opened=[cmd.SinkOpen(handoff, request, source, start, tokens, packed(blocks), now, now)])
 
     def wait(self, request: str, timeout: float = 10.0) -> SourceFinished | SinkFinished:
         """Wait for the one report of a request. Raises TransportError when it does not come in time."""

@@ -10,6 +10,7 @@ is masked, and so most of the first block's content is lost there.
 
 from __future__ import annotations
 
+from array import array
 from typing import TYPE_CHECKING
 
 from kvxfer.bench.marks import MISPLACED, swap_first_and_last
@@ -17,16 +18,16 @@ from kvxfer.connector.connectors import KvxferPushConnector
 from kvxfer.connector.scheduler import SchedulerHalf
 
 if TYPE_CHECKING:
-    from array import array
+    from collections.abc import Sequence
 
 
 class MisplacingScheduler(SchedulerHalf):
     """The scheduler half whose marked requests register wrongly."""
 
-    def registered_blocks(self, request_id: str, block_ids: array[int]) -> array[int]:
-        """Return the ids as they are, or with the first and the last swapped for a marked request."""
-        right = super().registered_blocks(request_id, block_ids)
-        return swap_first_and_last(right) if MISPLACED in request_id else right
+    def registered_blocks(self, request_id: str, tables: Sequence[list[int]], start: int, end: int) -> bytes:
+        """Pack the ids as they are, or with the first and the last swapped for a marked request."""
+        right = super().registered_blocks(request_id, tables, start, end)
+        return swap_first_and_last(array("i", right)).tobytes() if MISPLACED in request_id else right
 
 
 class MisplacingPushConnector(KvxferPushConnector):

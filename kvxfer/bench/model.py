@@ -49,7 +49,7 @@ from kvxfer.bench import corpus
 from kvxfer.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     import numpy.typing as npt
 
@@ -114,6 +114,14 @@ class Recipe:
         """Bytes of KV per token over all layers and heads, at ``element_bytes`` a value."""
         return 2 * self.layers * self.kv_heads * self.head_dim * element_bytes
 
+    def config(self) -> dict[str, object]:
+        """Return the model's config.json."""
+        return _config(self)
+
+    def weights(self) -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
+        """Make the model's weights, by name."""
+        return _weights(self)
+
 
 def default_cache() -> Path:
     """Where models are kept: ``$XDG_CACHE_HOME/kvxfer/models``, else ``~/.cache/kvxfer/models``."""
@@ -159,8 +167,8 @@ def _write(recipe: Recipe, directory: Path) -> None:
     from safetensors.numpy import save_file
 
     _write_tokenizer(recipe, directory)
-    save_file(dict(_weights(recipe)), directory / "model.safetensors", metadata={"format": "pt"})
-    _write_json(directory / "config.json", _config(recipe))
+    save_file(dict(recipe.weights()), directory / "model.safetensors", metadata={"format": "pt"})
+    _write_json(directory / "config.json", recipe.config())
     _write_json(directory / "generation_config.json", {"bos_token_id": 0, "eos_token_id": [0, 2], "do_sample": False})
 
 
@@ -190,14 +198,20 @@ def _config(recipe: Recipe) -> dict[str, object]:
     }
 
 
-def _weights(recipe: Recipe) -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
-    generator = np.random.Generator(np.random.PCG64(recipe.seed))
+def uniform(seed: int) -> Callable[..., npt.NDArray[np.float32]]:
+    """Return what makes matrices of so many rows and columns, one after the other, the same everywhere; ``scale`` is 1."""
+    generator = np.random.Generator(np.random.PCG64(seed))
 
     def matrix(rows: int, columns: int, scale: float = 1.0) -> npt.NDArray[np.float32]:
         # Uniform with variance scale² / columns: maps inputs of unit variance to outputs of variance scale².
         values = generator.random((rows, columns), dtype=np.float32)
         return np.asarray((values - np.float32(0.5)) * np.float32(scale * math.sqrt(12.0 / columns)), dtype=np.float32)
 
+    return matrix
+
+
+def _weights(recipe: Recipe) -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
+    matrix = uniform(recipe.seed)
     hidden, q_size, kv_size = recipe.hidden, recipe.q_heads * recipe.head_dim, recipe.kv_heads * recipe.head_dim
     embedding = matrix(recipe.vocab, hidden, recipe.embedding_scale * math.sqrt(hidden))
     # Summed in float64 and by rows, so that the mean does not depend on how NumPy orders a float32 sum.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from kvxfer.chaos.engine import Engine, Request
-from kvxfer.chaos.process import BLOCK_SIZE, packed
+from kvxfer.chaos.process import BLOCK_SIZE
+from kvxfer.layout.tables import packed
 from kvxfer.protocol.actions import SinkFinished
 from kvxfer.transport import commands as cmd
 

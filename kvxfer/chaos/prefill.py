@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvxfer.chaos.engine import Engine, Request
 from kvxfer.connector.pins import Pins
+from kvxfer.layout.tables import packed
 from kvxfer.protocol.actions import SinkFinished
 from kvxfer.transport import commands as cmd
 
@@ -68,7 +69,7 @@ class PrefillEngine(Engine):
         one.computed += count
         one.has_blocks = True
         if one.withheld is None and (self.sim.settings.mode == "pull" or self.pins.pin(one.id, new)):
-            step.progress.append(cmd.SourceProgress(one.id, cmd.packed(new), one.computed))
+            step.progress.append(cmd.SourceProgress(one.id, packed(new), one.computed))
         else:
             one.withheld = [*(one.withheld or ()), *new]
 
@@ -111,7 +112,7 @@ class PrefillEngine(Engine):
         held = bool(one.blocks)
         withheld = None
         if held and one.withheld is not None and one.computed == one.tokens:
-            withheld = cmd.SourceProgress(one.id, cmd.packed(one.withheld), one.tokens)
+            withheld = cmd.SourceProgress(one.id, packed(one.withheld), one.tokens)
         self.pins.let_go(one.id)  # held, or nothing was ever told of them
         self._step.finished.append(cmd.SourceFinish(one.id, aborted, held, withheld=withheld))
         self.sim.world.note(

@@ -7,7 +7,6 @@ for seconds (everything waits, the device and the fabric go on) and may die at a
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
@@ -305,11 +304,6 @@ class Process:
     def on_report(self, last: int) -> Report:
         """Nobody asks."""
         raise AssertionError(f"asked for {last} records")
-
-
-def packed(blocks: list[int]) -> bytes:
-    """Pack block ids."""
-    return array("i", blocks).tobytes()
 
 
 def settings_of(mode: str, **changes: Any) -> MoverSettings:

@@ -80,7 +80,9 @@ def layers_of(kv_cache: Any, attn_backend: Any, kv_cache_config: Any) -> dict[st
 
 def descriptors_a_block(cache: CacheMap) -> int:
     """Count the runs of memory that one block of all layers consists of: so many descriptors it takes to move one alone."""
-    tables = [Table(np.array([group.num_blocks - 1], dtype=np.int32)) for group in cache.groups]
+    # Groups lie in the same memory (vLLM 0.29 v1/worker/utils.py): each takes a block of its own, and none beside another's.
+    ids = [max(0, group.num_blocks - 1 - 2 * number) for number, group in enumerate(cache.groups)]
+    tables = [Table(np.array([block], dtype=np.int32)) for block in ids]
     return Prepared(cache, cache).plan(tables, tables, 0, min(group.block_size for group in cache.groups)).count
 
 

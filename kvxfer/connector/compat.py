@@ -6,7 +6,8 @@ Read in the wheels of 0.24.0, 0.26.0, 0.29.0, 0.31.0 and 0.32.0, whose real sche
 * what a version cannot do is off, with one line at start that says what it costs (``Features``);
 * a request that resumes after a preemption arrives among the cached requests with its whole block table (V1 runner), or
   among the new requests once more (V2 runner);
-* the attention backends' names and the cache's geometry, as far as vLLM tells them at all.
+* the attention backends' names and the cache's geometry, as far as vLLM tells them at all;
+* caches of several groups: whether they are known at all, which of them can be moved, and how a failed load is told.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +23,21 @@ import msgspec
 
 from kvxfer.errors import ConfigError
 from kvxfer.layout.ranks import Shard, heads_of
+from kvxfer.layout.tables import Shape, Tables
 from kvxfer.platform import Geometry, LayerGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 
 _packed = msgspec.msgpack.Encoder().encode
+
+_HYBRID_KINDS = ("FullAttentionSpec", "SlidingWindowSpec")
+"""What groups of a cache of several may keep."""
+
+_NO_POSITIONS = ("MambaSpec", "ChunkedLocalAttentionSpec", "CircularBufferSpec")
+"""What does not keep the state of each of the positions that a sliding window, or none, looks back to."""
+
+_ONE_GROUP = "start with --disable-hybrid-kv-cache-manager"
 
 NEEDED = (
     "on_new_request",
@@ -145,32 +156,33 @@ def base_of(name: str) -> type:
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """A request in a scheduler's output. ``blocks`` extend its table, or replace it (``whole``); they are vLLM's own list.
+    """A request in a scheduler's output. ``blocks`` extend its tables, or replace them (``whole``); they are vLLM's own lists.
+
+    A list for each group, or none at all where no group has new blocks.
 
     After this step positions [0, computed + scheduled) are final.
     """
 
     request_id: str
-    blocks: list[int]
+    blocks: tuple[list[int], ...]
     whole: bool
     computed: int
     scheduled: int
 
 
 def scheduled_requests(output: Any, among: Container[str]) -> Iterator[Scheduled]:
-    """Iterate over those requests of a SchedulerOutput, of any version and runner, that are ``among`` these. One cache group."""
+    """Iterate over those requests of a SchedulerOutput, of any version and runner, that are ``among`` these."""
     counts: Mapping[str, int] = output.num_scheduled_tokens
     for new in output.scheduled_new_reqs:
         request_id = new.req_id
         if request_id in among:
-            yield Scheduled(request_id, new.block_ids[0], True, new.num_computed_tokens, counts[request_id])
+            yield Scheduled(request_id, new.block_ids, True, new.num_computed_tokens, counts[request_id])
     cached = output.scheduled_cached_reqs
     for at, request_id in enumerate(cached.req_ids):
         if request_id in among:
-            blocks = cached.new_block_ids[at]
             yield Scheduled(
                 request_id,
-                [] if blocks is None else blocks[0],
+                cached.new_block_ids[at] or (),
                 request_id in cached.resumed_req_ids,
                 cached.num_computed_tokens[at],
                 counts[request_id],
@@ -252,8 +264,7 @@ def geometry(vllm_config: Any, kv_cache_config: Any) -> Geometry:
 
 
 def _group(group: Any, heads: tuple[int, ...], total: int) -> LayerGroup:
-    spec = group.kv_cache_spec
-    specs = list(getattr(spec, "kv_cache_specs", {}).values()) or [spec]  # one a layer, where they differ
+    spec, specs = group.kv_cache_spec, _specs(group)
     return LayerGroup(
         layers=tuple(sorted(((name, _index(name)) for name in group.layer_names), key=lambda layer: layer[1])),
         block_size=spec.block_size,
@@ -261,8 +272,22 @@ def _group(group: Any, heads: tuple[int, ...], total: int) -> LayerGroup:
         total_heads=total,
         head_size=specs[0].head_size,
         kind=type(specs[0]).__name__,
-        window=getattr(specs[0], "sliding_window", None),
+        window=_window(specs[0]),
     )
+
+
+def _specs(group: Any) -> list[Any]:
+    """Return what a group's layers keep: one for all, or one each where they differ."""
+    return list(getattr(group.kv_cache_spec, "kv_cache_specs", {}).values()) or [group.kv_cache_spec]
+
+
+def _window(spec: Any) -> int | None:
+    """Return how far back a group's attention looks, as far as its blocks are concerned.
+
+    With --disable-hybrid-kv-cache-manager a single group keeps all positions of all layers, and notes down the window of those
+    that have one (vLLM 0.29 v1/kv_cache_interface.py ``FullAttentionSpec``).
+    """
+    return getattr(spec, "sliding_window", None) if type(spec).__name__.startswith("SlidingWindow") else None
 
 
 def _index(name: str) -> int:
@@ -286,9 +311,104 @@ def _attention_backends(vllm_config: Any, layer_names: list[str]) -> tuple[str, 
     return tuple(sorted(names))
 
 
-def cache_groups(kv_cache_config: Any) -> int:
-    """Count the groups of a (hybrid) cache."""
-    return len(kv_cache_config.kv_cache_groups)
+def supports_hybrids() -> tuple[type, ...]:
+    """Return the base class by which a connector tells vLLM that it takes caches of several groups, if there is one.
+
+    Without it vLLM gives every layer one group, as --disable-hybrid-kv-cache-manager does. To a model of one group nothing else
+    changes (0.29 and 0.32, v1/core/sched/scheduler.py ``_connector_finished``, config/vllm.py).
+    """
+    found = getattr(_base(), "SupportsHMA", None)
+    return () if found is None else (found,)
+
+
+def _base() -> Any:
+    """Return the module of vLLM's connector interface."""
+    from vllm.distributed.kv_transfer.kv_connector.v1 import base
+
+    return base
+
+
+def tables(kv_cache_config: Any) -> Tables:
+    """Return how the block tables of a request are packed."""
+    groups = kv_cache_config.kv_cache_groups
+    return Tables(Shape(group.kv_cache_spec.block_size, _window(_specs(group)[0])) for group in groups)
+
+
+def check_groups(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Raise ConfigError, with what to change, for a cache whose groups kvxfer cannot move, or not prove to move."""
+    groups = kv_cache_config.kv_cache_groups
+    kinds = {type(spec).__name__ for group in groups for spec in _specs(group)}
+    if strange := sorted(kinds.intersection(_NO_POSITIONS) if len(groups) == 1 else kinds.difference(_HYBRID_KINDS)):
+        lost = kinds.intersection(_NO_POSITIONS[:1])
+        cure = "serve such a model without disaggregation" if lost else _ONE_GROUP
+        raise ConfigError(
+            f"this model's KV cache has {len(groups)} groups, with {', '.join(strange)}; of several groups kvxfer moves full "
+            f"attention and sliding windows: {cure}"
+        )
+    if tables(kv_cache_config).plain:
+        return
+    windows = [
+        {(_window(spec), getattr(spec, "extra_retained_tokens", 0)) for spec in _specs(group)} for group in groups
+    ]
+    speculative = getattr(vllm_config, "speculative_config", None) is not None
+    pool = hasattr(_base().KVConnectorBase_V1, "bind_gpu_block_pool")
+    for wrong, what in (
+        (any(len(one) > 1 for one in windows), "a group whose layers have different windows"),
+        (any(extra for one in windows for _, extra in one), "windows that keep more than attention looks back to"),
+        (len(groups) > 1 and speculative, "several groups under speculative decoding"),
+        (not pool, "sliding windows, under a vLLM that lets no connector pin blocks"),
+        (
+            not may_pin(vllm_config),
+            "sliding windows under cascade attention, which takes pinned blocks for shared ones",
+        ),
+    ):
+        if wrong:
+            raise ConfigError(f"this model's KV cache has {what}, which kvxfer does not move: {_ONE_GROUP}")
+
+
+def transfer_results(sent: set[str] | None, received: set[str] | None, failed: set[str]) -> Any:
+    """Make what ``get_transfer_results`` returns, since vLLM 0.31: ``failed`` are of those ``received``."""
+    return _base().KVConnectorTransferResults(
+        finished_sending=sent or set(), finished_recving=received or set(), failed_recving=failed
+    )
+
+
+def whole_load_failures() -> Callable[[str], None]:
+    """Return what tells vLLM that a request's whole load has failed. Raises ConfigError where that is not possible.
+
+    Where vLLM has no word for it (0.26 to 0.30: a block id stands for a place in one group's table, and of several the engine
+    ends), the scheduler that calls us is told what ``_handle_failed_recving`` of later versions does: nothing of the request
+    counts, so that it gets other blocks; and by the policy ``fail`` it then ends with an error, in the next step. To be called
+    right before vLLM hears that the load is over. These are names of vLLM's own: what is not as expected counts as not possible.
+    """
+    if hasattr(_base(), "KVConnectorTransferResults"):
+        return lambda _request_id: None  # the workers have said so themselves
+    frame, scheduler = sys._getframe(1), None  # noqa: SLF001 - vLLM hands its scheduler to nobody
+    while scheduler is None and frame.f_back is not None:
+        frame = frame.f_back
+        caller = frame.f_locals.get("self")
+        scheduler = caller if hasattr(caller, "failed_recving_kv_req_ids") else None
+    failed: Any = getattr(scheduler, "failed_recving_kv_req_ids", None)
+    errors: Any = getattr(scheduler, "grammar_compile_error_reqs", None)
+    recomputes = getattr(scheduler, "recompute_kv_load_failures", None)
+    requests = getattr(scheduler, "requests", None)
+    known = isinstance(failed, set) and isinstance(errors, set) and isinstance(recomputes, bool)
+    if not (known and isinstance(requests, dict)):
+        raise ConfigError(
+            "this model's KV cache has several groups or sliding windows, and this vLLM cannot be told that a load of such a "
+            f"cache has failed: install vLLM 0.31 or later, or {_ONE_GROUP}"
+        )
+
+    def fail(request_id: str) -> None:
+        request = requests.get(request_id)
+        if request is None or request.status.name != "WAITING_FOR_REMOTE_KVS":
+            return  # aborted meanwhile
+        request.num_computed_tokens = 0
+        failed.add(request_id)
+        if not recomputes:
+            errors.add(request_id)
+
+    return fail
 
 
 def data_parallel_index(vllm_config: Any) -> int:

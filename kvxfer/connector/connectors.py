@@ -14,16 +14,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from kvxfer.config import settings_from
 from kvxfer.connector import block_major, compat, plugin
-from kvxfer.connector.metadata import NOTHING, QuietPins, RankHandshake, StepMetadata
+from kvxfer.connector.metadata import NOTHING, RankHandshake, RankNews, StepMetadata
 from kvxfer.connector.scheduler import SchedulerHalf
 from kvxfer.connector.worker import WorkerHalf
-from kvxfer.errors import ConfigError
 from kvxfer.protocol.ids import RankId
 
 logger = logging.getLogger("kvxfer")
 
 
-class KvxferConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not typed where the checks run
+class KvxferConnector(KVConnectorBase_V1, *compat.supports_hybrids()):  # type: ignore[misc]  # vLLM is not typed where the checks run
     """Both halves' common front. Raises KvxferErrors at start, each with what to change; never at a step."""
 
     mode: ClassVar[str]
@@ -42,12 +41,7 @@ class KvxferConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not 
         settings, ignored = settings_from(transfer.kv_connector_extra_config or {})
         if ignored and role is KVConnectorRole.SCHEDULER:
             logger.info("settings of upstream's connectors without effect here: %s", ", ".join(sorted(ignored)))
-        groups = compat.cache_groups(kv_cache_config)
-        if groups != 1:
-            raise ConfigError(
-                f"this model's KV cache has {groups} groups; kvxfer moves caches of one group: "
-                "start with --disable-hybrid-kv-cache-manager"
-            )
+        compat.check_groups(vllm_config, kv_cache_config)
         incarnation = secrets.token_hex(8)
         if role is KVConnectorRole.SCHEDULER:
             me = RankId(transfer.engine_id, incarnation, -1)
@@ -86,6 +80,12 @@ class KvxferConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not 
         self._scheduler.update_connector_output(connector_output)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """See SchedulerHalf. Asked where vLLM knows one group only."""
+        return self._scheduler.request_finished(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         """See SchedulerHalf."""
         return self._scheduler.request_finished(request, block_ids)
 
@@ -104,7 +104,7 @@ class KvxferConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
         """All groups: vLLM must not zero blocks that a peer writes into."""
         del request
-        return tuple(range(compat.cache_groups(self._kv_cache_config)))
+        return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -163,10 +163,14 @@ class KvxferConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not 
         """See WorkerHalf.take_failed_blocks. vLLM asks right after ``get_finished``, in the same pass."""
         return self._worker.take_failed_blocks()
 
-    def build_connector_worker_meta(self) -> QuietPins | None:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """Return what ``get_finished`` does, and whose whole load failed. Asked in its place since vLLM 0.31."""
+        return compat.transfer_results(*self.get_finished(finished_req_ids), self._worker.take_failed_requests())
+
+    def build_connector_worker_meta(self) -> RankNews | None:
         """Tell the scheduler half which orphaned blocks are read no more; comes after ``get_finished``, on every step."""
-        quiet = self._worker.take_quiet()
-        return QuietPins(dict.fromkeys(quiet, 1)) if quiet else None
+        quiet, failed = self._worker.take_quiet(), self._worker.take_failed_requests()
+        return RankNews(dict.fromkeys(quiet, 1), failed) if quiet or failed else None
 
     # --- both -------------------------------------------------------------------------------------------------------
 

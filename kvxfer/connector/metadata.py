@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from kvxfer.connector import compat
@@ -35,14 +35,19 @@ class RankHandshake(compat.base_of("KVConnectorHandshakeMetadata")):  # type: ig
 
 
 @dataclass
-class QuietPins(compat.base_of("KVConnectorWorkerMetadata")):  # type: ignore[misc]  # likewise
-    """Workers to scheduler, a step: token of orphaned blocks → how many ranks read them no more (see ``pins``)."""
+class RankNews(compat.base_of("KVConnectorWorkerMetadata")):  # type: ignore[misc]  # likewise
+    """Workers to scheduler, a step.
 
-    ranks: dict[int, int]
+    ``quiet``: token of orphaned blocks → how many ranks read them no more (see ``pins``). ``failed``: requests whose whole
+    load failed on a rank, where this vLLM has no word of its own for that (see ``compat``).
+    """
 
-    def aggregate(self, other: QuietPins) -> QuietPins:
+    quiet: dict[int, int]
+    failed: set[str] = field(default_factory=set)
+
+    def aggregate(self, other: RankNews) -> RankNews:
         """Add up what two ranks, or groups of ranks, say."""
-        both = dict(self.ranks)
-        for token, count in other.ranks.items():
+        both = dict(self.quiet)
+        for token, count in other.quiet.items():
             both[token] = both.get(token, 0) + count
-        return QuietPins(both)
+        return RankNews(both, self.failed | other.failed)

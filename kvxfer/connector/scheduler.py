@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import time
-from array import array
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 from kvxfer.addresses import is_wildcard, shown_at
 from kvxfer.connector import compat
 from kvxfer.connector.announce import Announcer
-from kvxfer.connector.metadata import QuietPins
+from kvxfer.connector.growing import Growing
+from kvxfer.connector.metadata import RankNews
 from kvxfer.connector.params import ParamsError, SinkParams, SourceParams, parse
 from kvxfer.connector.pins import Pins
 from kvxfer.errors import RemoteProtocolError
@@ -34,12 +34,13 @@ from kvxfer.transport.commands import (
     SourceProgress,
     SourceStart,
     Step,
-    packed,
 )
 from kvxfer.transport.control import ControlChannel
 from kvxfer.transport.secret import load_secret
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from kvxfer.config import Settings
     from kvxfer.layout.card import RankCard
     from kvxfer.protocol import messages
@@ -57,10 +58,11 @@ class _SinkState(Enum):
 
 @dataclass(slots=True)
 class _Sink:
-    """A request whose prompt somebody else computes."""
+    """A request whose prompt somebody else computes. ``offered``: positions that vLLM was told to count on."""
 
     params: SinkParams
     heard: float
+    offered: int = 0
     state: _SinkState = _SinkState.NEW
 
 
@@ -73,6 +75,7 @@ class _Source:
 
     handoff: HandoffId
     prompt_tokens: int
+    growing: Growing
     complete: bool = False
     has_blocks: bool = False
     withheld: bytes | None = None
@@ -87,7 +90,8 @@ class SchedulerHalf:
         parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
         self._tp_size = parallel.tensor_parallel_size
         self._pp_size = parallel.pipeline_parallel_size
-        self._block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        self._tables = compat.tables(kv_cache_config)
+        self._receives = transfer.kv_role != "kv_producer"
         self._engine = me.engine
         self._features = compat.features()
         for cost in self._features.costs(mode, vllm_config):
@@ -97,6 +101,8 @@ class SchedulerHalf:
         self._noted: Step | None = None  # since the last step; None for nothing, as mostly
         self._sources: dict[str, _Source] = {}
         self._sinks: dict[str, _Sink] = {}
+        self._failed: set[str] = set()  # loads that have failed on a rank, and are not over on all of them
+        self._fail_load: Callable[[str], None] | None = None
         port = settings.control_port + compat.data_parallel_index(vllm_config)
         self.control = ControlChannel(
             me,
@@ -109,7 +115,7 @@ class SchedulerHalf:
         )
         self._announcer = Announcer(self.control, settings.leg_timeout)
         self.control.start()
-        if transfer.kv_role != "kv_producer":  # the scheduler process of a decode engine announces its requests
+        if self._receives:  # the scheduler process of a decode engine announces its requests
             for host, peer_port in settings.peer_addresses:
                 self.control.keep(EngineAddress(host, peer_port, ""))
         logger.info("engine %s: control channel at %s", me.engine, shown_at(settings.control_host, port))
@@ -121,8 +127,13 @@ class SchedulerHalf:
             )
 
     def bind_block_pool(self, pool: Any) -> None:
-        """Take vLLM's block pool: with it, blocks can be pinned while writes read them, and hence written while they grow."""
-        if self.mode == "push" and self._may_pin and self._features.pinning:
+        """Take vLLM's block pool: with it, blocks can be pinned while writes read them, and hence written while they grow.
+
+        Raises ConfigError where vLLM could not be told that a load has failed (``compat.whole_load_failures``).
+        """
+        if self._receives and not self._tables.plain:
+            self._fail_load = compat.whole_load_failures()
+        if self._may_pin and self._features.pinning and (self.mode == "push" or self._tables.windowed):
             limit = int(self.settings.pin_limit * pool.num_gpu_blocks)
             self._pins = Pins(pool, limit, self._tp_size * self._pp_size)
         elif self.mode == "push" and not self._may_pin:
@@ -157,7 +168,8 @@ class SchedulerHalf:
                 for address in peers:
                     self.control.keep(address, lasting=False)
             case SourceParams(handoff):
-                self._sources[request_id] = _Source(handoff, request.num_prompt_tokens)
+                growing = Growing(self._tables, request.num_prompt_tokens)
+                self._sources[request_id] = _Source(handoff, request.num_prompt_tokens, growing)
                 digests = compat.prompt_digests(request, *LESS)
                 self._step().started.append(SourceStart(handoff, request_id, request.num_prompt_tokens, now, digests))
 
@@ -167,6 +179,9 @@ class SchedulerHalf:
         The last one is offered as well, though it is not moved: of a prompt that is all there vLLM computes the last token
         again, in the place that it allocates for it now. A request that had to ask for that place later might wait for ever, not
         being preempted while it waits, for the blocks of others like it.
+
+        A window's group that vLLM counts on with the last position may begin a block too late to compute that position again.
+        Then it is not offered where its place is allocated nevertheless, and else the prompt is computed here.
         """
         sink = self._sinks.get(request.request_id)
         if sink is None or sink.state is not _SinkState.NEW:
@@ -174,9 +189,14 @@ class SchedulerHalf:
         if compat.needs_every_position(request):
             return 0, False  # the forward over the prompt is itself a part of the answer
         missing = request.num_prompt_tokens - num_computed_tokens
-        if missing <= 1 or (num_computed_tokens > 0 and missing <= self._block_size):
+        if missing <= 1 or (num_computed_tokens > 0 and missing <= self._tables.step):
             # All but the last block, which no prefix cache ever holds whole, is here: computing it is quicker than waiting.
             return 0, False
+        sink.offered = request.num_prompt_tokens
+        if any(group.first_block(sink.offered + 1) > group.first_block(sink.offered) for group in self._tables.groups):
+            sink.offered, missing = sink.offered - 1, missing - 1
+            if any(sink.offered % group.block_size == 0 for group in self._tables.groups):
+                return 0, False
         return missing, True
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -189,22 +209,22 @@ class SchedulerHalf:
             sink.state = _SinkState.DONE
             self._announcer.release(handoff, request.request_id, source, "decode computes what it lacks itself")
             return
-        start, end = request.num_prompt_tokens - num_external_tokens, request.num_prompt_tokens - 1
-        ids = array("i", blocks.get_block_ids()[0][start // self._block_size : -(-end // self._block_size)])
+        start, end = sink.offered - num_external_tokens, request.num_prompt_tokens - 1
+        tables = self.registered_blocks(request.request_id, blocks.get_block_ids(), start, end)
         sink.state = _SinkState.OPEN
         self._announcer.settle(handoff, request.request_id)
         self._step().opened.append(
             SinkOpen(
                 handoff, request.request_id, source, start, end,
-                self.registered_blocks(request.request_id, ids).tobytes(), sink.heard, time.monotonic(),
+                tables, sink.heard, time.monotonic(),
                 b"".join(compat.prompt_digests(request, 1)),
             )
         )  # fmt: skip
 
-    def registered_blocks(self, request_id: str, block_ids: array[int]) -> array[int]:
-        """Return the block ids that are registered for a request. What a demonstration of wrong KV overrides."""
+    def registered_blocks(self, request_id: str, tables: Sequence[list[int]], start: int, end: int) -> bytes:
+        """Pack what is registered of a request's tables. What a demonstration of wrong KV overrides."""
         del request_id
-        return block_ids
+        return self._tables.spanning(tables, start, end)
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
@@ -239,10 +259,13 @@ class SchedulerHalf:
             final = min(one.computed + one.scheduled, source.prompt_tokens)
             source.has_blocks = True
             source.complete = final == source.prompt_tokens
-            if source.withheld is None and self._pinned(one.request_id, one.blocks):
-                self._step().progress.append(SourceProgress(one.request_id, packed(one.blocks), final))
+            grown = source.growing.grow(one.blocks)
+            if grown.window and self._pins is not None:
+                self._pins.pin_window(one.request_id, grown.window)
+            if source.withheld is None and self._pinned(one.request_id, grown.whole):
+                self._step().progress.append(SourceProgress(one.request_id, grown.tables, final))
             else:
-                source.withheld = (source.withheld or b"") + packed(one.blocks)
+                source.withheld = self._tables.join(source.withheld or b"", grown.tables)
 
     def _pinned(self, request_id: str, blocks: list[int]) -> bool:
         """Pin blocks that will be written from; in pull nothing reads them before vLLM holds them for us."""
@@ -253,6 +276,7 @@ class SchedulerHalf:
             step = self._step()
             source.has_blocks = source.complete = False
             source.withheld = None
+            source.growing.restart()
             step.preempted.append(request_id)
             token = 0 if self._pins is None else self._pins.orphan(request_id)
             if token:
@@ -260,7 +284,7 @@ class SchedulerHalf:
 
     # --- requests go ------------------------------------------------------------------------------------------------
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Any, tables: Sequence[list[int]]) -> tuple[bool, dict[str, Any] | None]:
         """Say whether the blocks are still needed; a source's answer tells a router where to find the KV."""
         request_id = request.request_id
         sink = self._sinks.pop(request_id, None)
@@ -278,16 +302,21 @@ class SchedulerHalf:
         aborted = None
         if status not in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION"):
             aborted = f"prefill ended with {status}"
-        elif len(block_ids) * self._block_size < source.prompt_tokens:
+        elif any(
+            len(table) * group.block_size < source.prompt_tokens
+            for table, group in zip(tables, self._tables.groups, strict=True)
+        ):
             aborted = "prefill was preempted while its last token was in flight"
-        held = bool(block_ids)
-        self._step().finished.append(self._finish(request_id, source, aborted, held=held))
+        held = any(tables)
+        self._step().finished.append(self._finish(request_id, source, aborted, tables, held=held))
         return held, None if aborted else self._answer(source.handoff, request_id, source.prompt_tokens)
 
-    def _finish(self, request_id: str, source: _Source, aborted: str | None, *, held: bool) -> SourceFinish:
+    def _finish(
+        self, request_id: str, source: _Source, aborted: str | None, tables: Sequence[list[int]], *, held: bool
+    ) -> SourceFinish:
         token = 0
         if self._pins is not None and held:
-            self._pins.let_go(request_id)
+            self._pins.let_go(request_id, tables)
         elif self._pins is not None:
             token = self._pins.orphan(request_id)
         withheld = None
@@ -296,14 +325,23 @@ class SchedulerHalf:
         return SourceFinish(request_id, aborted, held, token, withheld)
 
     def update_connector_output(self, output: Any) -> None:
-        """Note which sinks have been reported: they owe nothing any more; and which orphaned blocks nobody reads."""
-        quiet = getattr(output, "kv_connector_worker_meta", None)
-        if quiet is not None and self._pins is not None and isinstance(quiet, QuietPins):
-            self._pins.quiet(quiet.ranks)
+        """Note who has been reported, and owes nothing any more; whose load failed; which orphaned blocks nobody reads."""
+        news = getattr(output, "kv_connector_worker_meta", None)
+        if isinstance(news, RankNews):
+            if self._pins is not None:
+                self._pins.quiet(news.quiet)
+            self._failed |= news.failed
         for request_id in output.finished_recving or ():
             sink = self._sinks.get(request_id)
             if sink is not None:
                 sink.state = _SinkState.DONE
+            if request_id in self._failed:
+                self._failed.discard(request_id)
+                if self._fail_load is not None:
+                    self._fail_load(request_id)
+        if self._pins is not None:
+            for request_id in output.finished_sending or ():
+                self._pins.sent(request_id)
 
     def has_pending_work(self) -> bool:
         """Tell whether something noted must reach the workers although no request may be left to schedule."""

@@ -21,6 +21,7 @@ from kvxfer.errors import ConfigError, RailsError
 from kvxfer.layout.card import RankCard
 from kvxfer.layout.maps import spell
 from kvxfer.layout.route import StagingArea
+from kvxfer.layout.tables import Tables
 from kvxfer.platform import platform_for
 from kvxfer.protocol.actions import SourceFinished, SourceQuiet
 from kvxfer.protocol.messages import RankAddress
@@ -62,7 +63,9 @@ class WorkerHalf:
         self._computing = False
         self._opened: dict[str, bytes] = {}
         self._cancelled: set[str] = set()
+        self._plain = True
         self._failed_blocks: set[int] = set()
+        self._failed_requests: set[str] = set()
         self._quiet: list[int] = []
 
     # --- start and end ----------------------------------------------------------------------------------------------
@@ -74,6 +77,7 @@ class WorkerHalf:
         first = next(iter(caches.values()))
         self._platform = platform_for(first.device.type)
         cache = self._platform.describe(caches, compat.geometry(self._vllm_config, self._kv_cache_config))
+        self._plain = Tables.of(cache).plain
         settings = self.settings
         staging = self._staging = self._staging_for(cache)
         tp_rank, pp_rank = compat.parallel_ranks(self._vllm_config)
@@ -211,7 +215,10 @@ class WorkerHalf:
                 logger.warning(
                     "request %s did not get its KV (handoff %s): %s", done.request_id, done.handoff, done.reason
                 )
-                self._failed_blocks.update(array("i", blocks))
+                if self._plain:
+                    self._failed_blocks.update(array("i", blocks))
+                else:
+                    self._failed_requests.add(done.request_id)
         return sent or None, received or None
 
     def take_failed_blocks(self) -> set[int]:
@@ -219,6 +226,17 @@ class WorkerHalf:
         if not self._failed_blocks:
             return set()
         failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def take_failed_requests(self) -> set[str]:
+        """Return the requests whose whole load failed, of those that ``take_finished`` has returned.
+
+        Of several groups, or of a window, no part of a failed load can be kept: where to compute it again begins with blocks
+        that vLLM has never allocated.
+        """
+        if not self._failed_requests:
+            return set()
+        failed, self._failed_requests = self._failed_requests, set()
         return failed
 
     def take_quiet(self) -> list[int]:

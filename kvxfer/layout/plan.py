@@ -249,6 +249,9 @@ def _cure(source: CacheMap, sink: CacheMap, names: tuple[str, str]) -> str:
         )
     sizes = [[group.block_size for group in cache.groups] for cache in (source, sink)]
     block = "" if sizes[0] == sizes[1] else " and the same --block-size"
+    windows = [{group.window for group in cache.groups} for cache in (source, sink)]
+    if windows[0] != windows[1]:
+        return "serve the same model on both, with --disable-hybrid-kv-cache-manager on both or on neither"
     return f"set VLLM_KV_CACHE_LAYOUT=HND{block} on both, with the same model, --dtype and --kv-cache-dtype"
 
 

@@ -3,8 +3,9 @@
 A position is a token's index in the prompt. Positions [start, end) move, less what nobody needs and plus what cannot be
 left out:
 
-* Of a group with a window only positions that the token after the prompt, or the prompt's last one, still looks back to:
-  from ``prompt - window`` on. vLLM keeps no blocks before them: its tables have the null block there, which is never copied.
+* Of a group with a window only positions that the prompt's last token, or one after it, still looks back to: from ``prompt -
+  window`` on, rounded down to where a block of the sink begins, since a full block is one that vLLM's prefix cache gives to
+  others. vLLM keeps no blocks before them: its tables have the null block there, which is never copied.
 * The last block is filled: ``end`` is rounded up to where the source's or the sink's block ends, whichever is first. Positions
   behind ``end`` are nobody's yet, in a block that is not full and so cannot be shared, while a block cut short would fall
   into a run for each layer and head. ``exact`` turns this off: for a stretch whose continuation is written by itself.
@@ -66,7 +67,10 @@ def moving(pairing: Pairing, start: int, end: int, *, prompt: int, keep: int = 0
     """Return which positions of this pairing's groups move when [start, end) shall. Raises ValueError (see above)."""
     if not 0 <= keep <= start <= end:
         raise ValueError(f"positions [{start}, {end}) cannot be written by a handoff that may write from {keep} on")
-    low = start if pairing.window is None else max(start, prompt - pairing.window)
+    low = start
+    if pairing.window is not None:
+        theirs = pairing.block_sizes[1]
+        low = max(start, (prompt - pairing.window) // theirs * theirs)
     if low >= end:
         return Span(end, end)
     if not pairing.whole:

@@ -12,15 +12,17 @@ import msgspec
 
 from kvxfer.errors import LayoutMismatchError
 from kvxfer.layout.plan import Prepared, prepare
-from kvxfer.layout.positions import unpacked
+from kvxfer.layout.positions import NULL_BLOCK, unpacked
 from kvxfer.layout.repack import Repacking, better
+from kvxfer.layout.tables import Tables
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from kvxfer.layout.maps import CacheMap
     from kvxfer.layout.plan import Plan
-    from kvxfer.layout.refine import Held
+    from kvxfer.layout.positions import Table
+    from kvxfer.layout.refine import Held, Pairing
     from kvxfer.layout.repack import Call
 
 
@@ -57,7 +59,7 @@ class Route:
             raise LayoutMismatchError(f"{refusal}\n{staged}" if staged else str(refusal))
         self._direct = direct
         self._staged = staged if direct is None and isinstance(staged, Repacking) else None
-        self._groups = len(source.groups)
+        self._tables = Tables.of(source), Tables.of(sink)
         self.block_size = (sink if self._staged is None else source).block_size
         """Tokens in what a registration's ids name: blocks of the sink, or slots."""
 
@@ -76,39 +78,65 @@ class Route:
         return 0 if self._staged is None else -(-end // self.block_size) - start // self.block_size
 
     def plan(self, source: bytes, registered: bytes, span: tuple[int, int], start: int, end: int) -> Plan:
-        """Plan positions [start, end) of a registration of the positions ``span``.
+        """Plan positions [start, end) of a registration of the positions ``span``: all of a prompt's but its last, or the rest.
 
-        ``source`` are the packed ids of the source's blocks from position 0 on, ``registered`` those that the sink registered.
+        ``source`` are the packed tables of the source, ``registered`` is what the sink registered: packed tables, or slots.
         Raises ValueError when they do not fit, LayoutMismatchError when a byte would be written twice.
         """
-        first, prompt = span
-        ours, theirs = (unpacked(source),), unpacked(registered, first - first % self.block_size)
+        first, last = span
+        tables = self._tables[0].read(source)
         if self._staged is not None:
-            return self._staged.transfer(ours, (theirs,) * self._groups, start, end, prompt=prompt)
+            return self._staged.transfer(tables, self._slots(registered, first), start, end, prompt=last + 1)
         assert self._direct is not None
         # What follows a chunk is written by the next one; behind the last one there is nothing that anybody needs.
-        return self._direct.plan(ours, (theirs,), start, end, prompt=prompt, keep=first, exact=end < prompt)
+        into = self._received(registered, first)
+        return self._direct.plan(tables, into, start, end, prompt=last + 1, keep=first, exact=end < last)
 
-    def calls(self, slots: bytes, blocks: bytes, block_size: int, span: tuple[int, int]) -> tuple[Call, ...]:
+    def calls(self, slots: bytes, blocks: bytes, span: tuple[int, int]) -> tuple[Call, ...]:
         """Return what the sink's platform must do once positions ``span`` have reached the slots.
 
-        ``blocks`` are the packed ids of the sink's own blocks, of ``block_size`` tokens, that hold the span.
+        ``blocks`` are the packed tables of the sink's own blocks that hold the span.
         """
         if self._staged is None:
             return ()
         start, end = span
-        staged = unpacked(slots, start - start % self.block_size)
-        own = unpacked(blocks, start - start % block_size)
-        return self._staged.calls((staged,) * self._groups, (own,), start, end)
+        own = self._received(blocks, start)
+        return self._staged.calls(self._slots(slots, start), own, start, end, prompt=end + 1)
+
+    def _received(self, blocks: bytes, start: int) -> tuple[Table, ...]:
+        """Read the sink's tables. What it registers it waits for: no block of a window may be one that it has let go of."""
+        tables = self._tables[1].read(blocks, start)
+        for group, table in zip(self._tables[1].groups, tables, strict=True):
+            if group.window is not None and (table.ids == NULL_BLOCK).any():
+                raise ValueError("the sink waits for positions of a window whose blocks it has let go of")
+        return tables
+
+    def _slots(self, slots: bytes, start: int) -> tuple[Table, ...]:
+        """Read the ids of slots: a slot has room for a block of each of the source's groups."""
+        table = unpacked(slots, start - start % self.block_size)
+        return (table,) * len(self._tables[0].groups)
 
 
 def _direct(
     source: CacheMap, sink: CacheMap, share: tuple[Held, ...] | None, names: tuple[str, str]
 ) -> tuple[Prepared | None, str]:
     try:
-        return prepare(source, sink, share, names=names), ""
+        prepared = prepare(source, sink, share, names=names)
+        _check_windows(prepared.pairings)
     except LayoutMismatchError as error:
         return None, str(error)
+    return prepared, ""
+
+
+def _check_windows(found: Iterable[Pairing]) -> None:
+    """Refuse windows whose first block on the sink could begin in one that the source has let go of."""
+    for pairing in found:
+        ours, theirs = pairing.block_sizes
+        if pairing.window is not None and ours % theirs:
+            raise LayoutMismatchError(
+                f"of a window of {pairing.window} positions the source keeps blocks of {ours} tokens, and the sink needs whole "
+                f"ones of {theirs}: set the same --block-size on both engines, or a larger multiple on prefill"
+            )
 
 
 def _staged(
@@ -117,8 +145,11 @@ def _staged(
     """Return the way through the staging area, or why there is none."""
     if area is None:
         return ""
+    if len({group.block_size for group in source.groups}) > 1:
+        return "and it is not re-packed: the source's groups have blocks of unequal size"
     try:
         one = Repacking(source, sink, area.offers, base=area.address, slots=1, share=share)
+        _check_windows(one.pairings)
         slots = area.size // one.size
         if slots < 1:
             return f"staging_bytes={area.size:,} holds no block of {one.size:,} bytes"

@@ -24,8 +24,8 @@ class PostWrite:
 
     The lease that allows it ends at ``until``: the driver looks at the clock again right before it posts.
 
-    ``source_blocks`` are the packed int32 ids of the source's blocks from position 0 on, ``registered`` what the sink registered
-    for the positions ``span``: ids of its blocks, or of slots of its staging area.
+    ``source_blocks`` are the source's packed tables, ``registered`` what the sink registered for the positions ``span``: packed
+    tables of its blocks, or ids of slots of its staging area.
     """
 
     transfer: int

@@ -12,8 +12,8 @@ process that has since been replaced at the same address, and acting on it would
 
 ``proof`` is there where engines share a secret (``auth``); it is checked before the body is read.
 
-Times are seconds of the *sender's* monotonic clock; receivers only echo them. Positions are tokens. Block ids are
-little-endian int32, packed in bytes: they are forwarded whole and looked at only where descriptors are made.
+Times are seconds of the *sender's* monotonic clock; receivers only echo them. Positions are tokens. Block tables are packed
+in bytes, words of four (``layout/tables``): they are forwarded whole and looked at only where descriptors are made.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ Stamp = Annotated[float, Meta(ge=0.0, le=1e12)]
 """A moment of somebody's monotonic clock. The limits keep NaN and infinity out as well."""
 Duration = Annotated[float, Meta(ge=0.0, le=1e6)]
 Blocks = Annotated[bytes, Meta(max_length=MAX_MESSAGE_BYTES)]
-"""Block ids, four bytes each; read_body refuses what is not whole."""
+"""A request's packed block tables, words of four bytes; read_body refuses what is not whole."""
 Card = Annotated[dict[str, Any], Meta(max_length=64)]
 
 

@@ -86,7 +86,7 @@ class Sink:
         now: float,
         prompt: bytes = b"",
     ) -> Iterator[Action]:
-        """Take over the blocks that shall receive positions [start, end): packed int32 ids, whole blocks.
+        """Take over the blocks that shall receive positions [start, end): packed tables, whole blocks.
 
         ``prompt`` digests everything that shapes the KV of positions [0, end); a source of others refuses.
         """

@@ -6,7 +6,6 @@ What a handoff goes through, and what is guaranteed on the way, is in ``source_s
 from __future__ import annotations
 
 import math
-from array import array
 from typing import TYPE_CHECKING
 
 from kvxfer.errors import LocalProtocolError, RemoteProtocolError
@@ -21,7 +20,7 @@ from kvxfer.protocol.source_states import TRANSITIONS, Event, State
 __all__ = ["TRANSITIONS", "Event", "Source", "State"]
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     from kvxfer.protocol.ids import HandoffId, RankId
 
@@ -68,12 +67,12 @@ class Source(Delivery):
         yield from self._check_span(one)
         yield from self._advance(one, now)
 
-    def progress(self, request_id: str, new_blocks: Iterable[int], final: int, now: float) -> Iterator[Action]:
-        """Positions [0, final) are final on the device (its fence has passed); ``new_blocks`` extend the block table."""
+    def progress(self, request_id: str, new_blocks: bytes, final: int, now: float) -> Iterator[Action]:
+        """Positions [0, final) are final on the device (its fence has passed); ``new_blocks`` (packed) extend its tables."""
         one = self._of(request_id)
         if one is None:
             return
-        one.blocks.extend(new_blocks)
+        one.blocks = self.join(one.blocks, new_blocks)
         if final <= one.final:
             return
         one.final = min(final, one.prompt_tokens)
@@ -98,7 +97,7 @@ class Source(Delivery):
         self._step(one, Event.PREEMPT)
         one.generation += 1
         one.final, one.hold_until = 0, math.inf
-        one.blocks = array("i")
+        one.blocks = b""
         self._pin(one, token)
         if one.sink is not None:
             one.sink.posted, one.sink.written = IntervalSet(), IntervalSet()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -60,7 +59,7 @@ class SourceHandoff:
     """Digests of its prompt, of it without the last token, and so on; () when they are not known."""
     generation: int = 0
     final: int = 0  # positions [0, final) are final under this generation
-    blocks: array[int] = field(default_factory=lambda: array("i"))
+    blocks: bytes = b""  # its tables under this generation, packed
     pins: list[Pin] = field(default_factory=list)
     held: bool = False  # the engine has finished and waits for SourceFinished
     engine: str = ""  # of the sink that announced itself first

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from kvxfer.protocol.source_data import Pin, Registration, SourceHandoff
 from kvxfer.protocol.source_states import TRANSITIONS, Event, State
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from kvxfer.protocol.ids import HandoffId, RankId
 
@@ -27,6 +28,8 @@ class Delivery:
     ----------
     block_size
         Tokens in a block of this rank. Only whole blocks are posted until the prompt's end is final.
+    join
+        Extends packed block tables (b"" at first) by those of the blocks that follow.
     stream
         Post chunks as they become final; otherwise wait until the whole prompt is.
     leg_timeout
@@ -48,6 +51,7 @@ class Delivery:
         self,
         block_size: int,
         *,
+        join: Callable[[bytes, bytes], bytes] = operator.add,
         stream: bool = True,
         leg_timeout: float = 30.0,
         lease: float = 30.0,
@@ -57,6 +61,7 @@ class Delivery:
         memory: int = 4096,
     ) -> None:
         self.block_size = block_size
+        self.join = join
         self.stream = stream
         self.leg_timeout = leg_timeout
         self.lease = lease
@@ -132,7 +137,7 @@ class Delivery:
             yield self._announce(one, sink, 1)
             yield PostWrite(
                 transfer, sink.rank, one.id, sink.attempt, one.generation, start, stop,
-                one.blocks.tobytes(), sink.blocks, (sink.start, sink.end), self._may_post_until[sink.rank],
+                one.blocks, sink.blocks, (sink.start, sink.end), self._may_post_until[sink.rank],
             )  # fmt: skip
 
     @staticmethod
@@ -180,7 +185,7 @@ class Delivery:
         self._granted.add(one.id)
         yield Send(
             sink.rank,
-            Grant(one.id, sink.attempt, one.generation, one.final, one.blocks.tobytes(), sink.asked, self.lease),
+            Grant(one.id, sink.attempt, one.generation, one.final, one.blocks, sink.asked, self.lease),
         )
 
     def _close(self, one: SourceHandoff, event: Event) -> None:

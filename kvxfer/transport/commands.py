@@ -1,8 +1,7 @@
-"""What is put into a mover's mailbox, and by whom."""
+"""What is put into a mover's mailbox, and by whom. Blocks are named by a request's packed tables (``layout/tables``)."""
 
 from __future__ import annotations
 
-from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -10,8 +9,6 @@ from kvxfer.addresses import shown_at
 from kvxfer.protocol.ids import shown
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from kvxfer.layout.card import RankCard
     from kvxfer.platform import Fence
     from kvxfer.protocol.ids import HandoffId, RankId
@@ -38,11 +35,6 @@ class EngineAddress:
         return f"{shown(self.engine) or 'an engine'} at {shown_at(shown(self.host), self.port)}"
 
 
-def packed(blocks: Iterable[int]) -> bytes:
-    """Pack block ids as commands and messages carry them: four bytes each, so that no object is made, or pickled, for a block."""
-    return array("i", blocks).tobytes()
-
-
 # --- from the engine thread: what a scheduler decided, made by the scheduler half and carried by vLLM ---------------------
 
 
@@ -63,7 +55,7 @@ class SourceStart:
 
 @dataclass(frozen=True, slots=True)
 class SourceProgress:
-    """After this step positions [0, final) are final; ``blocks`` (packed) extend the request's block table."""
+    """After this step positions [0, final) are final; ``blocks`` (packed) extend the request's block tables."""
 
     request_id: str
     blocks: bytes
@@ -87,7 +79,7 @@ class SourceFinish:
 
 @dataclass(frozen=True, slots=True)
 class SinkOpen:
-    """``blocks`` (packed) were allocated for positions [start, end) of a request that another engine prefills.
+    """``blocks`` (packed tables) were allocated for positions [start, end) of a request that another engine prefills.
 
     ``prompt`` digests everything that shapes the KV of positions [0, end); empty when it is not known.
     """

@@ -2,15 +2,15 @@
 
 Everybody else puts commands into its mailbox and takes results out of another; nobody waits for it, and it waits for nobody.
 While something is under way (a transfer, an announced write, a fence that has not passed) it looks every ``poll`` seconds, since
-NIXL's own progress thread is off, and every ``WATCH`` seconds (``poll``, if that is more) while something might be: each look
-takes the interpreter's lock. With nothing under way it sleeps in its mailbox, and a command wakes it at once.
+NIXL's own progress thread is off, and every ``WATCH`` seconds while something might be: each look takes the interpreter's lock.
+With nothing under way it sleeps in its mailbox, and a command wakes it at once.
 
 When the agent says that some connection broke, nobody is posted to before having proved to live (``reach``): leases are
 suspended, and what proves less is dropped. ``check`` is for what remains.
 
-One order is a matter of correctness. A round first *observes* which transfers are terminal, then handles the *whole* mailbox,
-and only then *acts* on what it observed. So, when a preemption was posted before the blocks were given away, no write that
-may have read them afterwards is ever taken for valid (``protocol/source.py``).
+One order is a matter of correctness. A round first *observes* which transfers are terminal, then handles the *whole* mailbox, and
+only then *acts* on what it observed. So, when a preemption was posted before the blocks were given away, no write that may have
+read them afterwards is ever taken for valid (``protocol/source.py``).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from kvxfer.errors import LocalProtocolError, RemoteProtocolError, TransportError
+from kvxfer.layout.tables import Tables
 from kvxfer.protocol import messages
 from kvxfer.protocol.actions import (
     Action,
@@ -70,7 +71,6 @@ class Mover(threading.Thread):
 
     ``send`` hands a message to the control thread, ``connect`` asks it for an engine's ranks, ``renewed`` tells it what peers
     must know of the agent from now on, and whether all sessions must begin ``anew``; all return at once.
-    ``start_and_wait`` raises what went wrong in making the agent or registering the cache. ``clock`` is the time that counts.
     """
 
     def __init__(
@@ -90,9 +90,11 @@ class Mover(threading.Thread):
         self.rank = rank
         self.cache = card.cache
         self.settings = settings
+        tables = Tables.of(card.cache)
         self.source = Source(
-            card.cache.block_size,
-            stream=settings.stream,
+            tables.step,
+            join=tables.join,
+            stream=settings.stream and tables.streams,
             leg_timeout=settings.leg_timeout,
             lease=settings.pull_lease,
             hold_limit=settings.hold_limit,
@@ -314,8 +316,7 @@ class Mover(threading.Thread):
             self._run(self.sink.cancel(cancel.request_id, cancel.reason))
 
     def _opening(self, opened: cmd.SinkOpen, now: float) -> Iterator[Action]:
-        mode = self.settings.mode
-        span = (mode, opened.start, opened.end, opened.blocks)
+        span = (self.settings.mode, opened.start, opened.end, opened.blocks)
         return self.sink.open(opened.handoff, opened.request_id, *span, now, opened.prompt)
 
     def _act_on_fences(self, now: float) -> None:
@@ -325,7 +326,7 @@ class Mover(threading.Thread):
             for end in finished:
                 self._run(self.source.finish(end.request_id, now, aborted=end.aborted, held=end.held, token=end.token))
             for one in progress:
-                self._run(self.source.progress(one.request_id, memoryview(one.blocks).cast("i"), one.final, now))
+                self._run(self.source.progress(one.request_id, one.blocks, one.final, now))
         for opened in self._steps.passed_sinks():
             if self.sink.request(opened.handoff) != opened.request_id:
                 continue  # cancelled or refused meanwhile
@@ -340,7 +341,7 @@ class Mover(threading.Thread):
             return
         try:
             routes = {rank: self.transfers.route(rank, inward=True) for rank in ranks}
-            staged = self._staging.take(Wanted(handoff, *self.sink.span(handoff), self.cache.block_size), routes)
+            staged = self._staging.take(Wanted(handoff, *self.sink.span(handoff)), routes)
         except TransportError as error:
             self._run(self.sink.unreachable(handoff, str(error)))
             return

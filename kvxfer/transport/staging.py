@@ -31,13 +31,12 @@ logger = logging.getLogger("kvxfer.mover")
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A handoff's part in staging: its positions, and the packed ids of its own blocks of ``block_size`` tokens."""
+    """A handoff's part in staging: its positions, and the packed tables of its own blocks."""
 
     handoff: HandoffId
     start: int
     end: int
     blocks: bytes
-    block_size: int
 
     @property
     def span(self) -> tuple[int, int]:
@@ -122,7 +121,7 @@ class Staging:
         wanted = staged.wanted
         try:
             for rank, slots in staged.slots.items():
-                for call in staged.routes[rank].calls(slots, wanted.blocks, wanted.block_size, wanted.span):
+                for call in staged.routes[rank].calls(slots, wanted.blocks, wanted.span):
                     staged.fences.append(self._repack(call))
         except Exception as error:
             logger.exception("handoff %s: what was received could not be re-packed", done.handoff)

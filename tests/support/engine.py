@@ -4,6 +4,9 @@ What a model would compute at a position is a function of the tokens up to it; t
 and checks the tags of everything that it attends to, so KV that is foreign, stale or misplaced shows at the step that would
 have read it. With a late stream (``HostPlatform(fence_delay=…)``) writes and checks happen later than the hooks, in order, as
 on an accelerator. The fabric is the in-memory twin.
+
+With a ``window`` it is a hybrid: the last layer attends to so many positions, its group has a block table of its own, and both
+groups' layers lie over each other in the same memory, as vLLM lays them.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -67,8 +70,13 @@ class SimEngine:
         policy: str = "fail",
         ahead: bool = False,
         role: str = "kv_both",
+        window: int | None = None,
+        note: int | None = None,
         **settings: Any,
     ) -> None:
+        self.window = (
+            window  # of the last layer, in a group of its own; ``note`` is written down in a group of all layers
+        )
         self.name, self.runner, self.block_size = name, runner, block_size
         self.platform = platform or HostPlatform(fence_delay=0)
         (port,) = free_ports(1)
@@ -94,10 +102,14 @@ class SimEngine:
         self.config.cache_config.block_size = block_size
         self.config.scheduler_config.async_scheduling = ahead  # which vLLM's CPU platform turns off
         names = [f"layers.{i}" for i in range(LAYERS)]
-        spec = FullAttentionSpec(block_size=block_size, num_kv_heads=HEADS, head_size=DIM, dtype=torch.float32)
-        self.kv_config = KVCacheConfig(
-            num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(names, spec)]
-        )
+        shape = {"block_size": block_size, "num_kv_heads": HEADS, "head_size": DIM, "dtype": torch.float32}
+        groups = [
+            KVCacheGroupSpec(names if window is None else names[:-1], FullAttentionSpec(**shape, sliding_window=note))
+        ]
+        if window is not None:
+            groups.append(KVCacheGroupSpec(names[-1:], SlidingWindowSpec(**shape, sliding_window=window)))
+        self.groups = [(group.layer_names, getattr(group.kv_cache_spec, "sliding_window", None)) for group in groups]
+        self.kv_config = KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
         hasher = get_hash_fn_by_name("sha256")
         init_none_hash(hasher)
         self._hasher = get_request_block_hasher(block_size, hasher)
@@ -130,7 +142,7 @@ class SimEngine:
             else:
                 self.worker.register_kv_caches(tensors)
         self.scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): self.worker.get_handshake_metadata()})
-        self.tables: dict[str, list[int]] = {}
+        self.tables: dict[str, list[list[int]]] = {}
         self.outputs: dict[str, list[int]] = {}
         self._made: dict[str, list[int]] = {}  # sampled, whether or not the scheduler has taken it yet
         self.finish_reasons: dict[str, Any] = {}
@@ -145,6 +157,8 @@ class SimEngine:
         """
         shape = (num_blocks, HEADS, self.block_size, 2 * DIM)
         caches = {layer: torch.zeros(shape, dtype=torch.float32) for layer in layers}
+        if self.window is not None:
+            caches = dict.fromkeys(layers, caches[layers[0]])
         return caches, caches
 
     # --- requests ---------------------------------------------------------------------------------------------------
@@ -221,13 +235,14 @@ class SimEngine:
     def _forward(self, scheduled: Any) -> ModelRunnerOutput:
         """Write the tags of the scheduled positions, on the stream; check, there too, the tags of all earlier ones."""
         for new in scheduled.scheduled_new_reqs:
-            self.tables[new.req_id] = list(new.block_ids[0])
+            self.tables[new.req_id] = [list(blocks) for blocks in new.block_ids]
         cached = scheduled.scheduled_cached_reqs
         for request_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if request_id in cached.resumed_req_ids:
-                self.tables[request_id] = list(blocks[0])
+                self.tables[request_id] = [list(one) for one in blocks]
             elif blocks is not None:
-                self.tables[request_id].extend(blocks[0])
+                for table, more in zip(self.tables[request_id], blocks, strict=True):
+                    table.extend(more)
         computed = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
         computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         ids, sampled = [], []
@@ -236,7 +251,7 @@ class SimEngine:
             # Asynchronous scheduling computes on placeholders: what will be sampled is known here in advance.
             start = computed[request_id]
             tokens = [*request.prompt_token_ids, *self._made[request_id]][: start + count]
-            work = (request_id, list(self.tables[request_id]), tokens, start, start + count)
+            work = (request_id, [list(table) for table in self.tables[request_id]], tokens, start, start + count)
             self._launch(lambda work=work: self._compute(*work))
             ids.append(request_id)
             if request.is_prefill_chunk:
@@ -253,17 +268,17 @@ class SimEngine:
         else:
             self.platform.stream.launch(work)
 
-    def _compute(self, request_id: str, table: list[int], tokens: list[int], start: int, end: int) -> None:
+    def _compute(self, request_id: str, tables: list[list[int]], tokens: list[int], start: int, end: int) -> None:
         bs = self.block_size
-        for position in range(start):
-            want = float(tag(tokens[: position + 1]) % (1 << 20))
-            for layer, cache in self.caches.items():
-                if not bool((cache[table[position // bs], :, position % bs] == want).all()):
-                    self.problems.append(f"{self.name} {request_id}: {layer} position {position} is not its own KV")
-        for position in range(start, end):
-            value = float(tag(tokens[: position + 1]) % (1 << 20))
-            for cache in self.caches.values():
-                cache[table[position // bs], :, position % bs] = value
+        values = [float(tag(tokens[: position + 1]) % (1 << 20)) for position in range(end)]
+        for table, (layers, window) in zip(tables, self.groups, strict=True):
+            for layer in layers:
+                cache = self.caches[layer]
+                for position in range(0 if window is None else max(0, start - window + 1), start):
+                    if not bool((cache[table[position // bs], :, position % bs] == values[position]).all()):
+                        self.problems.append(f"{self.name} {request_id}: {layer} position {position} is not its own KV")
+                for position in range(start, end):
+                    cache[table[position // bs], :, position % bs] = values[position]
 
     def close(self) -> None:
         self.worker.shutdown()

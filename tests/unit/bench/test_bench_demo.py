@@ -3,7 +3,6 @@ import importlib
 import io
 import json
 import sys
-from array import array
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +19,7 @@ from kvxfer.bench.demo import Demo, _Progress
 from kvxfer.bench.machine import machine, versions
 from kvxfer.bench.model import Recipe
 from kvxfer.bench.process import ServerError
+from kvxfer.layout.tables import Shape, Tables, packed
 
 ANSWER = Completion(token_ids=(1, 2, 3, 4, 5), text="x", seconds=0.5, ttft=0.25, tpot=0.0125)
 MOVED = Moved("a", 300, 10, 2_621_440, 40, 1, ("LIBFABRIC",), ("done",))
@@ -131,9 +131,10 @@ def test_the_misplacing_connector_misplaces_marked_requests_only(monkeypatch):
     misplace = importlib.import_module(marks.MODULE)
     monkeypatch.delitem(sys.modules, marks.MODULE)
     half = object.__new__(getattr(misplace, marks.CONNECTOR).scheduler_half)
-    ids = array("i", [7, 8, 9])
-    assert half.registered_blocks("cmpl-4f1d-0-0a1b2c3d", ids) == ids
-    assert half.registered_blocks(f"cmpl-{marks.MISPLACED}-4f1d-0-0a1b2c3d", ids) == array("i", [9, 8, 7])
+    half._tables = Tables([Shape(16)])
+    of = [[7, 8, 9]], 0, 40
+    assert half.registered_blocks("cmpl-4f1d-0-0a1b2c3d", *of) == packed([7, 8, 9])
+    assert half.registered_blocks(f"cmpl-{marks.MISPLACED}-4f1d-0-0a1b2c3d", *of) == packed([9, 8, 7])
 
 
 class FakePair:

@@ -74,9 +74,9 @@ def test_the_requests_of_a_step_that_are_asked_for():
         resumed=["d"],
     )
     assert list(scheduled_requests(step, {"a", "b", "c", "d", "not in it"})) == [
-        Scheduled("a", [1, 2], True, 0, 32),
-        Scheduled("b", [3], False, 32, 16),
-        Scheduled("c", [], False, 40, 1),
-        Scheduled("d", [4, 5], True, 0, 20),
+        Scheduled("a", ([1, 2],), True, 0, 32),
+        Scheduled("b", ([3],), False, 32, 16),
+        Scheduled("c", (), False, 40, 1),
+        Scheduled("d", ([4, 5],), True, 0, 20),
     ]
     assert list(scheduled_requests(step, {})) == []

@@ -89,6 +89,12 @@ class Rank:
                         at = self.address(plane, layer, block, slot, token, channel)
                         yield plane, layer, position, plane.heads[slot], channel, at
 
+    def looks_back(self, plane: Plane, position: int, prompt: int) -> bool:
+        """Tell whether a prompt's end looks back to some position of the block that this one is in."""
+        group = next(group for group in self.cache.groups if plane in group.planes)
+        size = group.block_size
+        return group.window is None or position >= (prompt - group.window) // size * size
+
     def fill(self, end: int) -> None:
         self.memory[:] = GARBAGE
         for plane, layer, position, head, channel, at in self.elements(0, end):
@@ -280,8 +286,11 @@ def engines(draw, model: Model, style: Style, base: int) -> list[Rank]:
 
 
 @st.composite
-def tables(draw, one: Rank, first: int, end: int, *, null_before: int | None = None) -> list[Table]:
-    """Block tables that hold [first, end), rounded outwards, and often a little more; ids in runs, as an allocator gives them."""
+def tables(draw, one: Rank, first: int, end: int, *, null_before: int | None = None, more: int = 0) -> list[Table]:
+    """Block tables that hold [first, end), rounded outwards, and often a little more; ids in runs, as an allocator gives them.
+
+    Of a window they hold at least what a prompt of ``null_before`` tokens looks back to, and ``more`` positions before.
+    """
     result = []
     for group in one.cache.groups:
         size = group.block_size
@@ -296,7 +305,7 @@ def tables(draw, one: Rank, first: int, end: int, *, null_before: int | None = N
             ids = draw(st.permutations(ids))
         ids = ids[: high - low]
         if group.window is not None and null_before is not None:
-            gone = max(0, (null_before - group.window) // size - low)
+            gone = max(0, (null_before - group.window - more) // size - low)
             ids = [NULL_BLOCK] * min(gone, len(ids)) + ids[gone:]
         result.append(Table(np.array(ids, dtype=np.int32), low * size))
     return result

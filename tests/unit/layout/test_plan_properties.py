@@ -33,7 +33,7 @@ def handoffs(draw):
     end = draw(st.integers(start, prompt))
     keep = draw(st.integers(0, start))
     for one in sources:
-        one.tables = draw(tables(one, 0, prompt, null_before=prompt))
+        one.tables = draw(tables(one, 0, prompt, null_before=prompt, more=6))
         one.fill(prompt)
     for one in sinks:
         one.tables = draw(tables(one, keep, end, null_before=prompt))
@@ -58,8 +58,7 @@ def test_every_byte_goes_where_it_belongs_and_no_other_changes(case, exact) -> N
                     assert all(span.end <= -(-end // size) * size for size in pairing.block_sizes)
         wanted = sink.memory * 0 + NOTHING
         for plane, layer, position, head, channel, at in sink.elements(start, end):
-            window = next(g.window for g in sink.cache.groups if plane in g.planes)
-            if window is None or position >= prompt - window:
+            if sink.looks_back(plane, position, prompt):
                 for byte in range(plane.item):
                     wanted[at + byte] = tag(plane.name, layer, position, head, channel, byte)
         if not exact and end > start:  # what is in the rest of the last block does not count
@@ -126,8 +125,8 @@ def test_of_opaque_interiors_whole_blocks_move_and_nothing_that_the_sink_keeps(c
     refusals = []
     for number in groups.values():
         window = prepared.pairings[number].window
-        low = start if window is None else max(start, prompt - window)
         size = prepared.pairings[number].block_sizes[0]
+        low = start if window is None else max(start, (prompt - window) // size * size)
         refusals.append(low < end and low // size * size < keep)
     assert not any(refusals), "keep is at a block's begin here, so rounding down never passes it"
     plan = prepared.plan(source.tables, sink.tables, start, end, prompt=prompt, keep=keep)

@@ -64,7 +64,7 @@ def handoffs(draw):
     start = draw(st.integers(0, prompt))
     end = draw(st.integers(start, prompt))
     for one in sources:
-        one.tables = draw(tables(one, 0, prompt, null_before=prompt))
+        one.tables = draw(tables(one, 0, prompt, null_before=prompt, more=6))
         one.fill(prompt)
     sink.tables = draw(tables(sink, start, end, null_before=prompt))
     usual = style.order in NAMED_ORDERS and not style.padding
@@ -95,8 +95,7 @@ def test_what_is_re_packed_is_what_a_direct_copy_would_have_brought(case) -> Non
                 performed(call, staged, sink)
     wanted = sink.memory * 0 + NOTHING
     for plane, layer, position, head, channel, at in sink.elements(start, end):
-        window = next(g.window for g in sink.cache.groups if plane in g.planes)
-        if window is None or position >= prompt - window:
+        if sink.looks_back(plane, position, prompt):
             for byte in range(plane.item):
                 wanted[at + byte] = tag(plane.name, layer, position, head, channel, byte)
     assert (sink.memory == wanted).all()
@@ -309,10 +308,10 @@ def test_without_the_sinks_table_every_block_in_the_window_must_be_there() -> No
     )
     repacking = Repacking(source, sink, [STRIDED], base=STAGING, slots=8)
     slots = [ids(0, 1, 2, 3, 4, 5, 6, 7)]
-    plan = repacking.transfer([ids(0, 11, 12, 13, 14, 15, 16, 17)], slots, 0, 256, prompt=256)
-    assert plan.bytes == 7 * source.block_bytes, "positions 56 to 255"
+    plan = repacking.transfer([ids(0, 11, 12, 13, 14, 15, 16, 17)], slots, 32, 256, prompt=256)
+    assert plan.bytes == 7 * source.block_bytes, "positions 32 to 255"
     with pytest.raises(ValueError, match="the source has let go of blocks"):
-        repacking.transfer([ids(0, 0, 12, 13, 14, 15, 16, 17)], slots, 0, 256, prompt=256)
+        repacking.transfer([ids(0, 0, 12, 13, 14, 15, 16, 17)], slots, 32, 256, prompt=256)
 
 
 def test_nothing_is_re_packed_below_what_is_kept() -> None:

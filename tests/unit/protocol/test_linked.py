@@ -295,7 +295,7 @@ class Linked(RuleBasedStateMachine):
         for p in range(prefill.final, final):
             self.memory_p[prefill.blocks[p // BLOCK]][p % BLOCK] = (prefill.id, prefill.generation, p)
         prefill.final = final
-        self.at_source(self.source.progress(prefill.id, new, final, self.there))
+        self.at_source(self.source.progress(prefill.id, array("i", new).tobytes(), final, self.there))
 
     def preempt(self, pick) -> None:
         running = self.running()

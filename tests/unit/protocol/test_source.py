@@ -55,7 +55,7 @@ class Rig:
         return self.do("start", H, request, tokens)
 
     def progress(self, final: int, blocks: tuple[int, ...] = (), request: str = "r1") -> list:
-        return self.do("progress", request, blocks, final)
+        return self.do("progress", request, array("i", blocks).tobytes(), final)
 
     def complete(self) -> list:
         return self.progress(8, (5, 6))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvxfer.layout.tables import packed
 from kvxfer.protocol.actions import SinkFinished, SourceFinished
 from kvxfer.protocol.ids import HandoffId
 from kvxfer.transport import commands as cmd
@@ -74,12 +75,12 @@ def test_chunks_stream_while_computing(ranks, stream) -> None:
     p.fill(blocks, 2)
     d.open(H, "d1", p.address, blocks, 40)
     p.begin(started=[cmd.SourceStart(H, "p1", 40, 0.0)])
-    p.begin(progress=[cmd.SourceProgress("p1", cmd.packed(blocks[:6]), 22)])
+    p.begin(progress=[cmd.SourceProgress("p1", packed(blocks[:6]), 22)])
     p.end()
     if stream:
         wait_until(lambda: np.array_equal(d.memory[:, 1:6], p.memory[:, 1:6]), what="the first chunk's whole blocks")
         assert not d.memory[:, 6].any(), "a block that was not final was written"
-    p.begin(progress=[cmd.SourceProgress("p1", cmd.packed(blocks[6:]), 40)])
+    p.begin(progress=[cmd.SourceProgress("p1", packed(blocks[6:]), 40)])
     p.end()
     p.begin(finished=[cmd.SourceFinish("p1", None, held=True)])
     assert d.wait("d1").reason is None
@@ -110,7 +111,7 @@ def test_a_fence_that_passes_late_is_waited_for(ranks) -> None:
     blocks = [1, 2, 3]
     d.open(H, "d1", p.address, blocks, 12)
     p.begin(started=[cmd.SourceStart(H, "p1", 12, 0.0)])
-    p.begin(progress=[cmd.SourceProgress("p1", cmd.packed([1, 2, 3]), 12)])
+    p.begin(progress=[cmd.SourceProgress("p1", packed([1, 2, 3]), 12)])
     platform.stream.launch(lambda: p.fill(blocks, 4))
     p.end()
     p.begin(finished=[cmd.SourceFinish("p1", None, held=True)])
@@ -127,7 +128,7 @@ def test_without_the_fence_the_late_platform_gives_wrong_bytes(ranks) -> None:
     p, d = ranks("p", fabric, platform=platform), ranks("d", fabric)
     d.open(H, "d1", p.address, [1], 4)
     p.mover.post(cmd.StepBegin(cmd.Step(started=[cmd.SourceStart(H, "p1", 4, 0.0)]), passed))
-    p.mover.post(cmd.StepBegin(cmd.Step(progress=[cmd.SourceProgress("p1", cmd.packed([1]), 4)]), passed))
+    p.mover.post(cmd.StepBegin(cmd.Step(progress=[cmd.SourceProgress("p1", packed([1]), 4)]), passed))
     platform.stream.launch(lambda: p.fill([1], 4))
     p.mover.post(cmd.StepEnd(passed))
     assert d.wait("d1").reason is None
@@ -153,12 +154,12 @@ def test_a_preempted_source_sends_everything_anew(ranks) -> None:
     d.open(H, "d1", p.address, list(range(1, 11)), 40)
     p.begin(started=[cmd.SourceStart(H, "p1", 40, 0.0)])
     p.fill(list(range(1, 6)), 6)
-    p.begin(progress=[cmd.SourceProgress("p1", cmd.packed(range(1, 6)), 20)])
+    p.begin(progress=[cmd.SourceProgress("p1", packed(range(1, 6)), 20)])
     p.end()
     p.begin(preempted=["p1"])
     p.fill(list(range(1, 6)), 7)  # others have the blocks now
     p.fill(list(range(30, 40)), 8)
-    p.begin(progress=[cmd.SourceProgress("p1", cmd.packed(range(30, 40)), 40)])
+    p.begin(progress=[cmd.SourceProgress("p1", packed(range(30, 40)), 40)])
     p.end()
     p.begin(finished=[cmd.SourceFinish("p1", None, held=True)])
     assert d.wait("d1").reason is None
@@ -175,7 +176,7 @@ def test_decode_cancels_while_prefill_computes(ranks) -> None:
     assert d.wait("d1").reason == "client went away"
     before = d.memory.copy()
     p.fill(list(range(1, 11)), 9)
-    p.begin(progress=[cmd.SourceProgress("p1", cmd.packed(range(1, 11)), 40)])
+    p.begin(progress=[cmd.SourceProgress("p1", packed(range(1, 11)), 40)])
     p.end()
     p.begin(finished=[cmd.SourceFinish("p1", None, held=True)])
     p.wait("p1")

@@ -7,8 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kvxfer.layout.tables import packed
 from kvxfer.protocol.ids import HandoffId
-from kvxfer.transport.commands import EngineAddress, SinkOpen, SourceFinish, SourceProgress, Step, packed
+from kvxfer.transport.commands import EngineAddress, SinkOpen, SourceFinish, SourceProgress, Step
 from kvxfer.transport.steps import Steps
 
 
