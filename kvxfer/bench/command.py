@@ -120,7 +120,7 @@ def stream(
     json: _Json = None,
     against: Annotated[str, typer.Option(help="Upstream's push; empty for none.")] = "upstream-push",
     repeats: Annotated[int, typer.Option(help="Handoffs.", min=2)] = 20,
-    prompt: Annotated[int, typer.Option(help="Their length in tokens.", min=1)] = 6000,
+    prompt: Annotated[int, typer.Option(help="Their length in tokens.", min=2)] = 6000,
     budget: Annotated[int, typer.Option(help="--max-num-batched-tokens of the engines.", min=1)] = 512,
     logs: _Logs = None,
     python: _Python = sys.executable,

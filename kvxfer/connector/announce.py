@@ -1,6 +1,6 @@
 """What a decode engine's scheduler process tells prefill engines itself, without any step of its own engine.
 
-*Expect* leaves soon after decode knows of a request, though it may queue for a minute, and is renewed until the worker has
+*Expect* leaves as soon as decode knows of a request, though it may queue for a minute, and is renewed until the worker has
 registered: so the prefill side neither gives up nor forgets. *Release* leaves when decode turns out to want nothing: its
 prefix cache has it all, or the request was aborted or rejected before it had blocks.
 """
@@ -39,12 +39,8 @@ class Announcer:
         self._waiting: dict[EngineAddress, list[Message]] = {}
 
     def expect(self, handoff: HandoffId, request_id: str, address: EngineAddress) -> None:
-        """Tell prefill, and go on telling, that a decode leg exists.
-
-        An engine that we are connected with hears of it within a quarter of a second, when the control thread wakes anyway: it
-        waits for half a minute, and to wake the thread would be half of what a request costs here.
-        """
-        self._control.call(lambda now: self._expect(handoff, request_id, address, now), wake=address not in self._ranks)
+        """Tell prefill, and go on telling, that a decode leg exists."""
+        self._control.call(lambda now: self._expect(handoff, request_id, address, now))
 
     def settle(self, handoff: HandoffId, request_id: str) -> None:
         """Stop telling for this request: the worker's registration speaks for itself now.

@@ -69,7 +69,8 @@ class Features:
     delivery: bool
     """A prompt that was preempted with its last token in flight is computed again for its peer: ``requires_kv_delivery``."""
     failed_requests: bool
-    """A load can fail by its request, not by its blocks: ``get_transfer_results``. The only way in a cache of several groups."""
+    """A load can fail by its request, not by its blocks: ``get_transfer_results``. In a cache of several groups, and where blocks
+    are let go of, the only way that vLLM offers (``whole_load_failures``)."""
     block_major: str
     """How to ask for a cache whose blocks are one run of memory each: by ``layout``, by ``cross layers``, or not at all."""
 
@@ -105,7 +106,7 @@ class Features:
 @functools.cache
 def features() -> Features:
     """Find out what the installed vLLM has. Raises ConfigError where it lacks a hook that nothing can stand in for."""
-    from vllm.distributed.kv_transfer.kv_connector.v1 import base
+    base = _base()
 
     def has(*hooks: str) -> bool:
         return all(hasattr(base.KVConnectorBase_V1, hook) for hook in hooks)
@@ -148,10 +149,15 @@ def layouts() -> Iterable[str]:
 
 def base_of(name: str) -> type:
     """Return vLLM's base class of what crosses between a connector's halves; ``object`` where nothing of the kind does."""
+    found: type = getattr(_base(), name, object)
+    return found
+
+
+def _base() -> Any:
+    """Return the module of vLLM's connector interface."""
     from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
-    found: type = getattr(base, name, object)
-    return found
+    return base
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,13 +327,6 @@ def supports_hybrids() -> tuple[type, ...]:
     return () if found is None else (found,)
 
 
-def _base() -> Any:
-    """Return the module of vLLM's connector interface."""
-    from vllm.distributed.kv_transfer.kv_connector.v1 import base
-
-    return base
-
-
 def tables(kv_cache_config: Any) -> Tables:
     """Return how the block tables of a request are packed."""
     groups = kv_cache_config.kv_cache_groups
@@ -351,12 +350,11 @@ def check_groups(vllm_config: Any, kv_cache_config: Any) -> None:
         {(_window(spec), getattr(spec, "extra_retained_tokens", 0)) for spec in _specs(group)} for group in groups
     ]
     speculative = getattr(vllm_config, "speculative_config", None) is not None
-    pool = hasattr(_base().KVConnectorBase_V1, "bind_gpu_block_pool")
     for wrong, what in (
         (any(len(one) > 1 for one in windows), "a group whose layers have different windows"),
         (any(extra for one in windows for _, extra in one), "windows that keep more than attention looks back to"),
         (len(groups) > 1 and speculative, "several groups under speculative decoding"),
-        (not pool, "sliding windows, under a vLLM that lets no connector pin blocks"),
+        (not features().pinning, "sliding windows, under a vLLM that lets no connector pin blocks"),
         (
             not may_pin(vllm_config),
             "sliding windows under cascade attention, which takes pinned blocks for shared ones",
@@ -381,7 +379,7 @@ def whole_load_failures() -> Callable[[str], None]:
     counts, so that it gets other blocks; and by the policy ``fail`` it then ends with an error, in the next step. To be called
     right before vLLM hears that the load is over. These are names of vLLM's own: what is not as expected counts as not possible.
     """
-    if hasattr(_base(), "KVConnectorTransferResults"):
+    if features().failed_requests:
         return lambda _request_id: None  # the workers have said so themselves
     frame, scheduler = sys._getframe(1), None  # noqa: SLF001 - vLLM hands its scheduler to nobody
     while scheduler is None and frame.f_back is not None:

@@ -12,7 +12,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from kvxfer.transport.twin import Faults, TwinFabric
 from kvxfer_host import HostPlatform
-from tests.contract.test_hooks import check, decode_leg, engines, prefill_leg, prompt, run, tiny  # noqa: F401 - fixtures
+from tests.contract.test_hooks import check, decode_leg, engines, preempt_prefills, prefill_leg, prompt, run, tiny  # noqa: F401 - fixtures
 from tests.support.engine import expected
 
 pytestmark = pytest.mark.contract
@@ -69,27 +69,7 @@ def test_prefill_is_preempted_with_a_step_under_way(engines, runner, mode, late,
     make = {"mode": mode, "runner": runner, "ahead": True}
     p = engines("p", fabric, num_blocks=26, budget=24, platform=HostPlatform(fence_delay=late), role=roles[0], **make)
     d = engines("d", fabric, num_blocks=200, policy="recompute", role=roles[1], **make)
-    for i in range(8):
-        p.add(f"local{i}", prompt(12, 100 + i), None, max_tokens=40)
-    for _ in range(6):
-        p.step()
-    preempted = []
-    schedule = p.scheduler.schedule
-
-    def counting() -> object:
-        output = schedule()
-        preempted.extend(r for r in output.preempted_req_ids or () if r.startswith("p"))
-        return output
-
-    p.scheduler.schedule = counting
-    prompts = {i: prompt(180 + i, i) for i in range(12)}
-    for i, tokens in prompts.items():
-        p.add(f"p{i}", tokens, prefill_leg(f"t{i}"))
-        d.add(f"d{i}", tokens, decode_leg(p, f"t{i}"), max_tokens=3)
-    run(p, d, timeout=90)
-    assert preempted, "no prefill leg was preempted: the test does not test what it says"
-    for i, tokens in prompts.items():
-        assert d.outputs[f"d{i}"] == expected(tokens, 3)
+    preempt_prefills(p, d)
     for i in range(8):
         assert p.outputs[f"local{i}"] == expected(prompt(12, 100 + i), 40)
     check(p, d)

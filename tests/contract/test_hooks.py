@@ -79,6 +79,31 @@ def check(*engines: SimEngine) -> None:
         assert engine.usage == 0, f"{engine.name} still holds {engine.usage} blocks"
 
 
+def preempt_prefills(p: SimEngine, d: SimEngine) -> None:
+    """Requests that decode locally on the prefill engine grow, and take the blocks of prompts that are being handed over."""
+    for i in range(8):
+        p.add(f"local{i}", prompt(12, 100 + i), None, max_tokens=40)
+    for _ in range(6):
+        p.step()
+    preempted = []
+    schedule = p.scheduler.schedule
+
+    def counting() -> object:
+        output = schedule()
+        preempted.extend(r for r in output.preempted_req_ids or () if r.startswith("p"))
+        return output
+
+    p.scheduler.schedule = counting
+    prompts = {i: prompt(180 + i, i) for i in range(12)}
+    for i, tokens in prompts.items():
+        p.add(f"p{i}", tokens, prefill_leg(f"t{i}"))
+        d.add(f"d{i}", tokens, decode_leg(p, f"t{i}"), max_tokens=3)
+    run(p, d, timeout=90)
+    assert preempted, "no prefill leg was preempted: the test does not test what it says"
+    for i, tokens in prompts.items():
+        assert d.outputs[f"d{i}"] == expected(tokens, 3)
+
+
 @pytest.mark.parametrize("runner", ["v1", "v2"])
 @pytest.mark.parametrize("mode", ["push", "pull"])
 @pytest.mark.parametrize("late", [0.0, 0.02], ids=["prompt", "late"])
@@ -156,32 +181,11 @@ def test_a_crowd_in_caches_too_small_for_it(engines, runner, mode, late) -> None
 @pytest.mark.parametrize("mode", ["push", "pull"])
 @pytest.mark.parametrize("late", [0.0, 0.003], ids=["prompt", "late"])
 def test_prefill_is_preempted_in_mid_push(engines, runner, mode, late) -> None:
-    """Requests that decode locally on the prefill engine grow, and take the blocks of prompts that are being pushed."""
     fabric = TwinFabric(Faults(delay=(0.0, 0.02)), seed=5)
     platform = HostPlatform(fence_delay=late)
     p = engines("p", fabric, mode=mode, runner=runner, num_blocks=26, budget=24, platform=platform)
     d = engines("d", fabric, mode=mode, runner=runner, num_blocks=200)
-    for i in range(8):
-        p.add(f"local{i}", prompt(12, 100 + i), None, max_tokens=40)
-    for _ in range(6):
-        p.step()
-    preempted = []
-    schedule = p.scheduler.schedule
-
-    def counting() -> object:
-        output = schedule()
-        preempted.extend(r for r in output.preempted_req_ids or () if r.startswith("p"))
-        return output
-
-    p.scheduler.schedule = counting
-    prompts = {i: prompt(180 + i, i) for i in range(12)}
-    for i, tokens in prompts.items():
-        p.add(f"p{i}", tokens, prefill_leg(f"t{i}"))
-        d.add(f"d{i}", tokens, decode_leg(p, f"t{i}"), max_tokens=3)
-    run(p, d, timeout=90)
-    assert preempted, "no prefill leg was preempted: the test does not test what it says"
-    for i, tokens in prompts.items():
-        assert d.outputs[f"d{i}"] == expected(tokens, 3)
+    preempt_prefills(p, d)
     check(p, d)
 
 

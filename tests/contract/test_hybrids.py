@@ -17,14 +17,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1 import kv_cache_interface
 from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
-from kvxfer.bench import model
 from kvxfer.connector import compat
 from kvxfer.connector.metadata import RankNews
 from kvxfer.connector.pins import Pins
 from kvxfer.errors import ConfigError
 from kvxfer.transport.twin import Faults, TwinFabric
 from kvxfer_host import HostPlatform
-from tests.contract.test_hooks import check, decode_leg, prefill_leg, prompt, run
+from tests.contract.test_hooks import check, decode_leg, preempt_prefills, prefill_leg, prompt, run, tiny  # noqa: F401 - fixture
 from tests.support.engine import SimEngine, expected
 
 pytestmark = pytest.mark.contract
@@ -34,13 +33,8 @@ AROUND = (*range(88, 106), 200)
 """Prompts of every length modulo a block, longer than the window and than a step's chunk; one of several chunks."""
 
 
-@pytest.fixture(scope="session")
-def tiny() -> str:
-    return str(model.build())
-
-
 @pytest.fixture
-def engines(tiny):
+def engines(tiny):  # noqa: F811 - the fixture
     made: list[SimEngine] = []
 
     def make(name: str, fabric: TwinFabric, **options) -> SimEngine:
@@ -174,27 +168,7 @@ def test_prefill_is_preempted_in_mid_stream(engines, runner, mode, late) -> None
         "p", fabric, mode=mode, runner=runner, num_blocks=40, budget=24, platform=platform, prefix_caching=False
     )
     d = engines("d", fabric, mode=mode, runner=runner, num_blocks=400)
-    for i in range(8):
-        p.add(f"local{i}", prompt(12, 100 + i), None, max_tokens=40)
-    for _ in range(6):
-        p.step()
-    preempted = []
-    schedule = p.scheduler.schedule
-
-    def counting() -> object:
-        output = schedule()
-        preempted.extend(r for r in output.preempted_req_ids or () if r.startswith("p"))
-        return output
-
-    p.scheduler.schedule = counting
-    prompts = {i: prompt(180 + i, i) for i in range(12)}
-    for i, tokens in prompts.items():
-        p.add(f"p{i}", tokens, prefill_leg(f"t{i}"))
-        d.add(f"d{i}", tokens, decode_leg(p, f"t{i}"), max_tokens=3)
-    run(p, d, timeout=90)
-    assert preempted, "no prefill leg was preempted: the test does not test what it says"
-    for i, tokens in prompts.items():
-        assert d.outputs[f"d{i}"] == expected(tokens, 3)
+    preempt_prefills(p, d)
     clean(p, d)
 
 

@@ -64,10 +64,8 @@ def test_an_engine_is_called_once_and_hears_what_waited(channel):
     assert channel.said() == [(RANKS[0], Expect(H, 30.0)), (RANKS[0], Expect(HandoffId("other"), 30.0))]
 
 
-def test_an_engine_that_is_known_hears_of_requests_without_anybody_being_woken(connected):
+def test_an_engine_that_is_known_hears_of_a_request_at_once(connected):
     connected.announcer.expect(HandoffId("other"), "e", ADDRESS)
-    assert connected.said() == []
-    connected.wake()
     assert connected.said() == [(rank, Expect(HandoffId("other"), 30.0)) for rank in RANKS]
 
 
@@ -84,7 +82,6 @@ def test_expectations_are_renewed_until_the_request_is_settled(connected):
 
 def test_a_release_goes_at_once_unless_another_request_waits_for_the_handoff(connected):
     connected.announcer.expect(H, "again", ADDRESS)
-    connected.wake()
     connected.said()
     connected.announcer.release(H, "d", ADDRESS, "gave up")
     assert connected.said() == []
