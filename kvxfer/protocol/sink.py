@@ -5,7 +5,6 @@ What a handoff goes through, and why its blocks go back to the engine when they 
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import TYPE_CHECKING
 
@@ -13,65 +12,35 @@ from kvxfer.errors import LocalProtocolError, RemoteProtocolError
 from kvxfer.protocol.actions import Action, Note, PostRead, Revoke, Send, SinkFinished
 from kvxfer.protocol.ids import shown
 from kvxfer.protocol.intervals import IntervalSet
-from kvxfer.protocol.messages import Cancel, CancelAck, Failed, Grant, Posted, Register, Release, Seal, Written
+from kvxfer.protocol.messages import Cancel, Release
 from kvxfer.protocol.sink_data import Part, SinkHandoff
+from kvxfer.protocol.sink_ending import ENDING, Ending
 from kvxfer.protocol.sink_states import TRANSITIONS, Event, State
 
 __all__ = ["TRANSITIONS", "Event", "Sink", "State"]
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from kvxfer.protocol.ids import HandoffId, RankId
+    from kvxfer.protocol.messages import CancelAck, Failed, Grant, Posted, Seal, Written
 
 
 LOOKS = 4
 """Ticks after the drain bound in which a notification that is missing may still be found."""
 
+IDLE = "no rank of decode takes anything from this one"
+"""What source ranks are told that nobody asks."""
+
 MAX_GENERATIONS = 1024
 """Generations of one handoff that are told apart: each is a preemption of the prompt while it was computed."""
 
 
-class Sink:
+class Sink(Ending):
     """All handoffs of which this rank is a sink. Every method takes what happened and returns what to do.
 
-    Parameters
-    ----------
-    drain_bound
-        Seconds in which a write that was posted before a lease ended has landed or never will.
-    lease_margin
-        Seconds taken off a pull's lease: a read must have completed that long before its end.
-    renew_after
-        Seconds after which a registration or a cancel that has not been answered is said again, and a read's lease renewed.
-    transfer_limit
-        Seconds after which a read that has not become terminal is stopped, by revoking this rank's keys.
-    revoke
-        Revoke this rank's keys before blocks return that a lost source, not known to have ended, might still write into.
-        Without it, the time alone is trusted: lease and drain bound.
+    The parameters are those of ``Ending``.
     """
-
-    def __init__(
-        self,
-        *,
-        drain_bound: float = 2.0,
-        lease_margin: float = 0.5,
-        renew_after: float = 5.0,
-        transfer_limit: float = 120.0,
-        revoke: bool = True,
-    ) -> None:
-        self.drain_bound = drain_bound
-        self.lease_margin = lease_margin
-        self.renew_after = renew_after
-        self.transfer_limit = transfer_limit
-        self.revoke = revoke
-        self._handoffs: dict[HandoffId, SinkHandoff] = {}
-        self._by_request: dict[str, HandoffId] = {}
-        self._transfers: dict[int, SinkHandoff] = {}
-        self._exposed: set[HandoffId] = set()  # push: a source may write
-        self._arriving: set[HandoffId] = set()  # push: a source said that it writes
-        self._numbers = itertools.count(1)
-        self._attempts = itertools.count(1)
-        self.ignored = 0  # messages about handoffs, attempts or ranks that are not ours any more
 
     # --- events from the engine -------------------------------------------------------------------------------------
 
@@ -109,12 +78,18 @@ class Sink:
     # --- events from the control channel ----------------------------------------------------------------------------
 
     def connected(
-        self, handoff: HandoffId, sources: Sequence[RankId], now: float, staged: Mapping[RankId, bytes] | None = None
+        self,
+        handoff: HandoffId,
+        sources: Sequence[RankId],
+        now: float,
+        staged: Mapping[RankId, bytes] | None = None,
+        idle: Iterable[RankId] = (),
     ) -> Iterator[Action]:
-        """All source ranks are connected, the fence for the blocks has passed: register.
+        """All source ranks are connected, the fence for the blocks has passed: register with those that have our shares.
 
         ``staged`` are packed ids of slots that shall receive the positions in place of the handoff's own blocks, by source
-        rank. They belong to the handoff for as long as its blocks do.
+        rank. They belong to the handoff for as long as its blocks do. ``idle`` are ranks of the source from which no rank of
+        this engine takes anything: they shall not wait for any.
         """
         one = self._handoffs.get(handoff)
         if one is None or one.state is not State.OPENING:
@@ -125,6 +100,8 @@ class Sink:
         one.parts = {rank: Part((staged or {}).get(rank, one.blocks)) for rank in sources}
         yield Note("sink", one.id, "registered")
         yield from self._register(one, now)
+        for rank in idle:
+            yield Send(rank, Release(one.id, IDLE))
 
     def unreachable(self, handoff: HandoffId, reason: str) -> Iterator[Action]:
         """The source's ranks cannot be connected, or refuse us. Nothing has been sent to them."""
@@ -171,15 +148,15 @@ class Sink:
     def failed(self, frm: RankId, message: Failed) -> Iterator[Action]:
         """Handle Failed: that rank will not deliver, and nothing of the attempt is in flight from it."""
         one, part = self._part(message.handoff, message.attempt, frm.agent)
-        if one is None or part is None or part.sealed is not None:
-            return  # after a seal it only answers a registration that was said again
+        if one is None or part is None or part.sealed is not None or part.released:
+            return  # after a seal, or our release, it only answers a registration that was said again
         part.quiet = True
         yield from self._cancel(one, message.reason)
 
     def cancel_ack(self, frm: RankId, message: CancelAck) -> Iterator[Action]:
         """Handle CancelAck: nothing of the attempt is or will be in flight from that rank."""
         one, part = self._part(message.handoff, message.attempt, frm.agent)
-        if one is None or part is None or one.state not in _ENDING:
+        if one is None or part is None or one.state not in ENDING:
             return  # nobody has asked
         part.quiet = True
         yield from self._check_quiet(one)
@@ -189,27 +166,29 @@ class Sink:
         one, part = self._part(message.handoff, message.attempt, frm.agent)
         if one is None or part is None or one.mode != "pull" or one.state not in (State.REGISTERED, State.READING):
             return
+        if part.released:
+            return
         if message.tokens < one.end:
             reason = (
                 f"prefill's prompt has {message.tokens:,} tokens, decode wants positions up to {one.end:,}: "
                 "send both legs the same prompt and the same tokenizer settings"
             )
-            yield from self._finish_pull(one, reason)
+            yield from self._cancel(one, reason)
             return
         # What this process asked at is its own clock, so the end is never later than the source's, which granted later.
-        one.valid_until = max(one.valid_until, message.asked + message.lease - self.lease_margin)
-        if one.state is State.READING:
+        part.valid_until = max(part.valid_until, message.asked + message.lease - self.lease_margin)
+        if part.reading is not None:
             return
-        if one.valid_until <= now:
+        if part.valid_until <= now:
             self._step(one, Event.RENEW)
-            yield from self._register(one, now, again=True)
+            yield from self._ask(one, frm, part, now, again=True)
             return
         self._step(one, Event.READ)
-        one.reading, one.read_at = next(self._numbers), now
-        self._transfers[one.reading] = one
+        part.reading, part.read_at = next(self._numbers), now
+        self._transfers[part.reading] = one, frm
         yield Note("sink", one.id, "granted")
         yield PostRead(
-            one.reading, frm, one.id, one.attempt, one.start, one.end,
+            part.reading, frm, one.id, one.attempt, one.start, one.end,
             message.blocks, part.blocks, (one.start, one.end),
         )  # fmt: skip
 
@@ -259,20 +238,22 @@ class Sink:
 
     def read_done(self, transfer: int, now: float) -> Iterator[Action]:
         """Note that our read is terminal and its data is in our blocks."""
-        one = self._transfers.pop(transfer)
-        one.reading = None
+        one, part = self._read(transfer)
+        late = now - part.valid_until
         if one.state is State.CANCELLING:
-            yield from self._finish_pull(one, one.reason)
-        elif now <= one.valid_until:
-            yield from self._finish_pull(one, None)
-        else:
-            late = now - one.valid_until
-            yield from self._finish_pull(one, f"the read completed {late:.3f} s after its lease had ended")
+            yield from self._end_pull(one)
+        elif one.state is State.READING and late > 0.0:
+            yield from self._cancel(one, f"the read completed {late:.3f} s after its lease had ended")
+        elif one.state is State.READING:
+            part.quiet = True
+            yield from self._release(one, "done")
+            if all(part.quiet for part in one.parts.values()):
+                self._step(one, Event.COMPLETE)
+                yield from self._close(one, None)
 
     def read_failed(self, transfer: int, reason: str, now: float) -> Iterator[Action]:
         """Note that our read failed, or could not be posted; parts of it may be under way until the drain bound is over."""
-        one = self._transfers.pop(transfer)
-        one.reading = None
+        one, _ = self._read(transfer)
         one.reason = one.reason or f"a read failed: {reason}"
         self._step(one, Event.LOSE)
         one.fence_at = now + self.drain_bound
@@ -281,9 +262,10 @@ class Sink:
     def tick(self, now: float) -> Iterator[Action]:
         """Pass fences whose time has come, renew the leases of pulls, say again what was not answered, stop what never ends."""
         for one in list(self._handoffs.values()):
-            if one.reading is not None and now - one.read_at >= self.transfer_limit:
-                one.read_at = math.inf
-                yield Revoke(f"handoff {one.id}: a read has not ended for {self.transfer_limit:g} s")
+            for part in one.parts.values():
+                if part.reading is not None and now - part.read_at >= self.transfer_limit:
+                    part.read_at = math.inf
+                    yield Revoke(f"handoff {one.id}: a read has not ended for {self.transfer_limit:g} s")
             if one.state is State.FENCING:
                 yield from self._fence(one, now)
             elif self._sealed(one) and one.sealed_at + self.drain_bound <= now:
@@ -337,151 +319,3 @@ class Sink:
     def __len__(self) -> int:
         """Return the number of handoffs that have not ended."""
         return len(self._handoffs)
-
-    # --- inside -----------------------------------------------------------------------------------------------------
-
-    def _step(self, one: SinkHandoff, event: Event) -> None:
-        try:
-            one.state = TRANSITIONS[one.state][event]
-        except KeyError:
-            raise LocalProtocolError(f"sink handoff {one.id}: {event.value} while {one.state.value}") from None
-
-    def _part(self, handoff: HandoffId, attempt: int, agent: str) -> tuple[SinkHandoff | None, Part | None]:
-        """Find what a source's word is about; anything of an ended handoff or attempt, or from a stranger, is ignored."""
-        one = self._handoffs.get(handoff)
-        if one is not None and one.attempt == attempt:
-            for rank, part in one.parts.items():
-                if rank.agent == agent:
-                    return one, part
-        self.ignored += 1
-        return None, None
-
-    def _with(self, peer: RankId) -> list[tuple[SinkHandoff, Part]]:
-        return [(one, one.parts[peer]) for one in self._handoffs.values() if peer in one.parts]
-
-    def _register(self, one: SinkHandoff, now: float, *, again: bool = False) -> Iterator[Action]:
-        one.asked = now
-        for rank, part in one.parts.items():
-            if not part.quiet:
-                span = (one.mode, one.start, one.end, part.blocks)
-                yield Send(rank, Register(one.id, one.attempt, *span, now, again, one.prompt))
-
-    def _check(self, one: SinkHandoff) -> Iterator[Action]:
-        """Receive the handoff if every rank's sealed generation covers the span."""
-        if one.state is not State.REGISTERED:
-            return
-        for part in one.parts.values():
-            if part.sealed is None or not part.valid.get(part.sealed, _NOTHING).covers(one.start, one.end):
-                return
-        self._step(one, Event.COMPLETE)
-        yield from self._close(one, None)
-
-    def _fence(self, one: SinkHandoff, now: float) -> Iterator[Action]:
-        """Let the blocks go if nothing can write into them any more; if only time says so, revoke."""
-        if one.mode == "pull":
-            if one.fence_at <= now:
-                self._step(one, Event.FENCE)
-                yield from self._release(one, one.reason or "failed")
-                yield from self._close(one, one.reason or "failed")
-            return
-        waiting = [part for part in one.parts.values() if not part.quiet]
-        if any(not part.lost or part.until > now for part in waiting):
-            if now - one.asked >= self.renew_after and not all(part.lost for part in waiting):
-                self._step(one, Event.RENEW)
-                one.asked = now
-                yield from self._send_cancel(one)
-        elif all(part.dead for part in waiting) or not self.revoke:
-            self._step(one, Event.FENCE)
-            yield from self._close(one, one.reason or "the source is lost")
-        elif not one.revoking:
-            one.revoking = True
-            yield Note("sink", one.id, "revoking", one.reason or "")
-            yield Revoke(f"handoff {one.id}: {one.reason}, and may still write")
-
-    @staticmethod
-    def _renewable(one: SinkHandoff) -> bool:
-        return one.state in (State.REGISTERED, State.READING) or (one.state is State.CANCELLING and one.mode == "push")
-
-    @staticmethod
-    def _sealed(one: SinkHandoff) -> bool:
-        return (
-            one.state is State.REGISTERED
-            and one.mode == "push"
-            and all(part.sealed is not None for part in one.parts.values())
-        )
-
-    def _lost_notification(self, one: SinkHandoff) -> Iterator[Action]:
-        """Every rank has sealed, so nothing is in flight, and yet positions are missing: they will not come."""
-        missing = {
-            str(rank): part.valid.get(part.sealed or 0, _NOTHING).missing(one.start, one.end)
-            for rank, part in one.parts.items()
-        }
-        yield from self._fail(one, f"sealed, but the notifications of these positions never came: {missing}")
-
-    def _cancel(self, one: SinkHandoff, reason: str) -> Iterator[Action]:
-        one.reason = one.reason or reason
-        if one.state is State.OPENING:
-            self._step(one, Event.CANCEL)
-            yield from self._close(one, one.reason)
-            return
-        if one.state is not State.FENCING and one.mode == "pull" and one.reading is None:
-            yield from self._finish_pull(one, one.reason)
-            return
-        already = one.state is not State.REGISTERED
-        self._step(one, Event.CANCEL)
-        if one.mode == "push" and not already:
-            yield from self._send_cancel(one)
-        yield from self._check_quiet(one)
-
-    @staticmethod
-    def _send_cancel(one: SinkHandoff) -> Iterator[Action]:
-        for rank, part in one.parts.items():
-            if not (part.quiet or part.lost):
-                yield Send(rank, Cancel(one.id, one.attempt, one.reason or "cancelled"))
-
-    def _check_quiet(self, one: SinkHandoff) -> Iterator[Action]:
-        """End a push that will not be received once every source rank has said that nothing is in flight."""
-        if one.state in _ENDING and one.mode == "push" and all(part.quiet for part in one.parts.values()):
-            yield from self._fail(one, one.reason or "cancelled")
-
-    def _finish_pull(self, one: SinkHandoff, reason: str | None) -> Iterator[Action]:
-        """End a pull whose reads are terminal, and tell the source that it may free its blocks."""
-        if one.reading is not None:
-            one.reason = one.reason or reason
-            self._step(one, Event.CANCEL)
-            return
-        yield from self._release(one, reason or "done")
-        if reason is None:
-            self._step(one, Event.COMPLETE)
-            yield from self._close(one, None)
-        else:
-            yield from self._fail(one, reason)
-
-    def _look(self, one: SinkHandoff) -> None:
-        """Note whether notifications of this handoff are under way: announced by their source, or sealed and not all here."""
-        for part in one.parts.values():
-            lacks = part.sealed is not None and not part.valid.get(part.sealed, _NOTHING).covers(one.start, one.end)
-            if lacks or (part.sealed is None and part.posted > part.notified):
-                self._arriving.add(one.id)
-                return
-        self._arriving.discard(one.id)
-
-    @staticmethod
-    def _release(one: SinkHandoff, reason: str) -> Iterator[Action]:
-        for rank in one.parts:
-            yield Send(rank, Release(one.id, reason))
-
-    def _fail(self, one: SinkHandoff, reason: str) -> Iterator[Action]:
-        self._step(one, Event.FAIL)
-        yield from self._close(one, reason)
-
-    def _close(self, one: SinkHandoff, reason: str | None) -> Iterator[Action]:
-        self._exposed.discard(one.id)
-        self._arriving.discard(one.id)
-        del self._handoffs[one.id]
-        del self._by_request[one.request_id]
-        yield SinkFinished(one.id, one.request_id, reason)
-
-
-_NOTHING = IntervalSet()
-_ENDING = (State.CANCELLING, State.FENCING)

@@ -24,6 +24,10 @@ class Part:
     quiet: bool = False  # acknowledged: nothing of the attempt is or will be in flight
     lost: bool = False  # its session is lost, and not begun anew
     dead: bool = False  # lost, and its process is known to have ended
+    reading: int | None = None  # pull: our posted read
+    read_at: float = 0.0  # pull: when it was posted
+    valid_until: float = 0.0  # pull: what is read from this rank by then is its handoff's
+    released: bool = False  # pull: told that we read no more
     until: float = 0.0  # lost: when what it may have posted has landed or never will, if it posts no more
 
 
@@ -40,14 +44,15 @@ class SinkHandoff:
     attempt: int
     state: State = State.OPENING
     parts: dict[RankId, Part] = field(default_factory=dict)
-    reading: int | None = None  # our posted read
-    read_at: float = 0.0  # when it was posted
     asked: float = 0.0
-    valid_until: float = 0.0
-    fence_at: float = 0.0  # of a read that failed
+    fence_at: float = 0.0  # of reads that failed
     called_back: bool = False  # a lost source was called, to be asked
     revoking: bool = False  # the driver was told to revoke this rank's keys
     sealed_at: float = 0.0
     looked: int = 0  # ticks since then: how often somebody has looked for notifications
     prompt: bytes = b""
     reason: str | None = None
+
+    def reading(self) -> bool:
+        """Tell whether a read of ours is posted and not terminal, from any rank."""
+        return any(part.reading is not None for part in self.parts.values())

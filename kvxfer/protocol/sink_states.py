@@ -8,7 +8,7 @@ can write into them any more. A source rank's *part* is safe in one of three way
 
 * **Received**: what it contributes has arrived. In push what counts is what was written under the generation that the rank
   sealed, and a rank seals when every write is terminal; in pull a read that completed before the lease ended, by this
-  process's clock, counted from the moment at which it asked, less a margin.
+  process's clock, counted from the moment at which it asked, less a margin. Each rank has granted for itself, for its read.
 * **Acknowledged**: the source says that nothing of the attempt is or will be in flight (``CancelAck``, ``Failed``). A source
   that was lost and comes back in time is asked for this, too.
 * **Fenced**: the source's session is lost, and the time in which it may still have posted, plus the time that a posted write
@@ -17,7 +17,7 @@ can write into them any more. A source rank's *part* is safe in one of three way
   last resort: no write that anybody has posted before can land after that, so every exposed handoff of this rank ends by it.
 
 Before the registration has been sent, nothing can write, so a handoff in ``opening`` ends at once. In pull nobody writes
-but this rank itself, so a handoff ends when its own reads are terminal, or, when one failed, after the drain bound.
+but this rank itself, so a handoff ends when *all* its own reads are terminal, or, when one failed, after the drain bound.
 
 What this rank waits to have answered it says again every ``renew_after`` seconds: a connection that broke and was made anew
 within the peer's time-out has lost what was under way, and no session has ended by it. Sources answer doubled words alike.
@@ -33,9 +33,9 @@ class State(Enum):
 
     OPENING = "opening"  # the source's ranks are not connected; nothing has been sent
     REGISTERED = "registered"  # the source may write (push), or has been asked for its blocks (pull)
-    READING = "reading"  # pull: a read of ours is posted
-    CANCELLING = "cancelling"  # nobody wants it any more; the source has not acknowledged, or our read is not terminal
-    FENCING = "fencing"  # a source rank is lost, or our read failed: waiting until nothing of it can be in flight
+    READING = "reading"  # pull: a read of ours was posted; other ranks may not have granted theirs
+    CANCELLING = "cancelling"  # nobody wants it any more; the source has not acknowledged, or a read is not terminal
+    FENCING = "fencing"  # a source rank is lost, or a read failed: waiting until nothing of it can be in flight
     CLOSED = "closed"  # the engine has its blocks back
 
 
@@ -43,7 +43,7 @@ class Event(Enum):
     """What moves a handoff from state to state."""
 
     CONNECT = "connect"  # all source ranks are connected: the registration leaves
-    READ = "read"  # pull: granted, the read is posted
+    READ = "read"  # pull: granted by a rank, its read is posted
     RENEW = "renew"  # not answered, or (pull) the grant is too old or grows old; said again
     COMPLETE = "complete"  # received
     FAIL = "fail"  # failed, and nothing is in flight
@@ -69,6 +69,7 @@ TRANSITIONS: dict[State, dict[Event, State]] = {
         Event.REVOKED: State.CLOSED,
     },
     State.READING: {
+        Event.READ: State.READING,
         Event.RENEW: State.READING,
         Event.COMPLETE: State.CLOSED,
         Event.FAIL: State.CLOSED,

@@ -99,8 +99,8 @@ class Source(Delivery):
         one.final, one.hold_until = 0, math.inf
         one.blocks = b""
         self._pin(one, token)
-        if one.sink is not None:
-            one.sink.posted, one.sink.written = IntervalSet(), IntervalSet()
+        for sink in one.sinks.values():
+            sink.posted, sink.written = IntervalSet(), IntervalSet()
         yield Note("source", one.id, "preempted")
         yield from self._advance(one, now)
 
@@ -148,97 +148,97 @@ class Source(Delivery):
         if not 0.0 < message.ttl <= MAX_TTL:
             raise RemoteProtocolError(f"{frm} expects {message.handoff} for {message.ttl} s: at most {MAX_TTL:g} s")
         one = self._known(frm, message.handoff, now)
-        if one is not None and one.sink is None:
+        if one is not None and not one.sinks:
             one.engine = one.engine or frm.engine
             one.deadline = max(one.deadline, min(now + message.ttl, one.hold_until))
             yield Note("source", message.handoff, "expected")
 
-    def register(self, frm: RankId, message: Register, now: float) -> Iterator[Action]:
-        """Handle Register: a destination for positions [start, end), or in pull mode a request for the blocks."""
+    def register(self, frm: RankId, message: Register, now: float, takers: int = 1) -> Iterator[Action]:
+        """Handle Register: a destination for positions [start, end), or in pull mode a request for the blocks.
+
+        ``takers``: how many ranks of that engine take their share from this one. So many will register.
+        """
         if not 0 <= message.start <= message.end or message.mode not in ("push", "pull"):
             raise RemoteProtocolError(
                 f"{frm} registers positions [{message.start}, {message.end}) of {message.handoff} in mode {message.mode!r}"
             )
         one = self._handoffs.get(message.handoff) if message.again else self._known(frm, message.handoff, now)
-        sink = None if one is None else one.sink
-        current = sink is not None and (sink.rank, sink.attempt) == (frm, message.attempt)
+        sink = None if one is None else one.sinks.get(frm)
+        current = sink is not None and sink.attempt == message.attempt
         if one is None or (message.again and not current):
             over = self._ended.get(message.handoff, "this registration never arrived" if message.again else None)
             reason = NO_ROOM if over is None else f"the handoff is over: {over}"
             yield Send(frm, Failed(message.handoff, message.attempt, reason))
             return
         if sink is not None and current:
-            # Said again: renews a pull's lease, changes nothing else.
-            sink.asked, sink.grant_due = max(sink.asked, message.asked), True
-            yield from self._advance(one, now)
+            yield from self._again(one, sink, message, now)
             return
-        if sink is None and one.engine not in ("", frm.engine):
-            yield Send(
-                frm, Failed(message.handoff, message.attempt, f"{shown(one.engine)} has announced itself for it")
-            )
-            return
-        if sink is not None and (sink.rank != frm or message.attempt < sink.attempt):
-            reason = f"{sink.rank} has registered attempt {sink.attempt} of it"
-            yield Send(frm, Failed(message.handoff, message.attempt, reason))
-            return
-        if sink is not None or one.state is State.SERVED:
-            reason = one.reason or f"attempt {sink.attempt if sink else 0} has not ended"
+        reason = self._why_not(one, frm, message.attempt, takers)
+        if reason:
             yield Send(frm, Failed(message.handoff, message.attempt, reason))
             return
         if one.request_id is None and not self._parking.park(one.id, frm.engine, len(message.blocks)):
             yield Send(frm, Failed(message.handoff, message.attempt, NO_ROOM))
             return
         span = (message.mode, message.start, message.end, message.blocks)
-        one.sink = Registration(frm, message.attempt, *span, message.asked, message.prompt)
+        one.takers = takers
+        one.sinks[frm] = Registration(frm, message.attempt, *span, message.asked, message.prompt)
         one.deadline = max(one.deadline, now + self.leg_timeout)
         yield Note("source", one.id, "registered")
         yield from self._check_span(one)
         yield from self._advance(one, now)
 
-    def cancel(self, frm: RankId, message: Cancel, now: float) -> Iterator[Action]:
-        """Handle Cancel: acknowledge it once nothing of the attempt is or will be in flight."""
+    def cancel(self, frm: RankId, message: Cancel, now: float, takers: int = 1) -> Iterator[Action]:
+        """Handle Cancel: acknowledge it once nothing of the attempt is or will be in flight. ``takers`` as in ``register``."""
         one = self._handoffs.get(message.handoff)
-        if one is None or one.sink is None or one.sink.rank != frm:
+        sink = None if one is None else one.sinks.get(frm)
+        if one is None or sink is None:
             # Never registered here, or over: nothing is in flight. A registration that is still under way cannot
             # arrive later than this Cancel, since both travel over one ordered session.
-            if (
-                one is not None
-                and one.sink is None
-                and one.state is not State.SERVED
-                and one.engine in ("", frm.engine)
-            ):
-                yield from self._serve(one, Event.SERVE, f"decode cancelled: {message.reason}")
-                yield from self._advance(one, now)
+            if one is not None:
+                yield from self._decline(one, frm, takers, f"decode cancelled: {message.reason}", now)
             yield Send(frm, CancelAck(message.handoff, message.attempt))
             return
-        if message.attempt < one.sink.attempt:
+        if message.attempt < sink.attempt:
             yield Send(frm, CancelAck(message.handoff, message.attempt))  # an earlier one's, said again and overtaken
             return
-        one.sink.cancelled = True
+        sink.cancelled = True
         yield Note("source", one.id, "cancelled", message.reason)
-        if one.state is not State.SERVED:
-            yield from self._serve(one, Event.SERVE, f"decode cancelled: {message.reason}", tell=False)
+        if not sink.served:
+            yield from self._serve_one(one, sink, f"decode cancelled: {message.reason}", tell=False)
         yield from self._advance(one, now)
 
-    def release(self, frm: RankId, message: Release, now: float) -> Iterator[Action]:
-        """Handle Release: the sink wants nothing more of this handoff."""
+    def release(self, frm: RankId, message: Release, now: float, takers: int = 1) -> Iterator[Action]:
+        """Handle Release: the sink wants nothing more of this handoff. ``takers`` as in ``register``.
+
+        A worker rank speaks for itself, and where none of its engine takes anything from this one, for all; a scheduler
+        process for its engine, as long as no rank of that has registered.
+        """
         one = self._known(frm, message.handoff, now)
-        if one is None or (one.engine not in ("", frm.engine) if one.sink is None else one.sink.rank != frm):
-            return  # over; or said for a second request of this name, which must not take away what the first awaits
-        if one.state is not State.SERVED:
+        if one is None:
+            return
+        sink = one.sinks.get(frm)
+        if sink is not None:
+            if not sink.served:
+                yield from self._serve_one(one, sink, message.reason, tell=False)
+            yield from self._advance(one, now)
+        elif frm.rank >= 0:
+            yield from self._decline(one, frm, takers, message.reason, now)
+        elif not one.sinks and one.state is not State.SERVED and one.owned_by(frm.engine):
+            # Else said for a second request of this name, which must not take away what the first awaits.
             yield from self._serve(one, Event.SERVE, message.reason, tell=False)
-        yield from self._advance(one, now)
+            yield from self._advance(one, now)
 
     def peer_lost(self, peer: RankId, reason: str, now: float) -> Iterator[Action]:
         """Note that a sink's process died or was replaced: nothing more is posted to it."""
         self._may_post_until.pop(peer, None)
         for one in self._handoffs.values():
             one.engine = "" if one.engine == peer.engine else one.engine  # another may take over what it announced
-        for one in [h for h in self._handoffs.values() if h.sink is not None and h.sink.rank == peer]:
-            if one.sink is not None and one.sink.granted_until > now and one.state is State.FINAL:
+        for one, sink in self._with(peer):
+            if sink.granted_until > now and one.state is State.FINAL:
                 continue  # it may only be out of hearing, and still read under the lease that it was granted
-            if one.state is not State.SERVED:
-                yield from self._serve(one, Event.SERVE, f"{peer} is gone: {reason}", tell=False)
+            if not sink.served:
+                yield from self._serve_one(one, sink, f"{peer} is gone: {reason}", tell=False)
             yield from self._advance(one, now)
 
     def leased(self, peer: RankId, until: float, now: float) -> Iterator[Action]:
@@ -246,7 +246,7 @@ class Source(Delivery):
         waiting = self._may_post_until.get(peer, 0.0) <= now
         self._may_post_until[peer] = max(until, self._may_post_until.get(peer, 0.0))
         if waiting:
-            for one in [h for h in self._handoffs.values() if h.sink is not None and h.sink.rank == peer]:
+            for one, _ in self._with(peer):
                 yield from self._advance(one, now)
 
     def suspend(self) -> None:
@@ -266,8 +266,8 @@ class Source(Delivery):
         """Note that a write failed, or could not be posted; parts of it may be under way until the drain bound has passed."""
         one, sink, _ = self._landed(transfer)
         sink.quiet_at = now + self.drain_bound
-        if one.state is not State.SERVED:
-            yield from self._serve(one, Event.SERVE, f"a write failed: {reason}")
+        if not sink.served:
+            yield from self._serve_one(one, sink, f"a write failed: {reason}")
         yield from self._advance(one, now)
 
     def unposted(self, transfer: int, now: float) -> Iterator[Action]:
@@ -281,22 +281,19 @@ class Source(Delivery):
     def tick(self, now: float) -> Iterator[Action]:
         """Expire what waited too long for its other leg, and pull leases that nobody renewed; stop writes that never end."""
         for one in list(self._handoffs.values()):
-            sink = one.sink
-            if sink is not None:
+            ended = False
+            for sink in one.sinks.values():
                 yield from self._stop_stuck(one, sink, now)
-            if (
-                sink is not None
-                and sink.mode == "pull"
-                and 0.0 < sink.granted_until <= now
-                and one.state is State.FINAL
-            ):
-                yield from self._serve(one, Event.EXPIRE, "the pull's lease ended and was not renewed", tell=False)
+                if not sink.served and 0.0 < sink.granted_until <= now and one.state is State.FINAL:
+                    ended = True
+                    reason = "the pull's lease ended and was not renewed"
+                    yield from self._serve_one(one, sink, reason, event=Event.EXPIRE, tell=False)
+                if 0.0 < sink.quiet_at <= now:
+                    ended, sink.quiet_at = True, 0.0
+            if ended:
                 yield from self._advance(one, now)
-            elif one.deadline <= now and self._waits(one):
+            if one.deadline <= now and self._waits(one):
                 yield from self._expire(one, now)
-            elif sink is not None and 0.0 < sink.quiet_at <= now:
-                sink.quiet_at = 0.0
-                yield from self._advance(one, now)
 
     # --- what the driver asks ---------------------------------------------------------------------------------------
 
@@ -317,9 +314,11 @@ class Source(Delivery):
     # --- inside -----------------------------------------------------------------------------------------------------
 
     def _landed(self, transfer: int) -> tuple[SourceHandoff, Registration, tuple[int, int, float]]:
-        one = self._transfers.pop(transfer)
-        assert one.sink is not None
-        return one, one.sink, one.sink.in_flight.pop(transfer)
+        one, sink = self._transfers.pop(transfer)
+        return one, sink, sink.in_flight.pop(transfer)
+
+    def _with(self, peer: RankId) -> list[tuple[SourceHandoff, Registration]]:
+        return [(one, one.sinks[peer]) for one in self._handoffs.values() if peer in one.sinks]
 
     def _of(self, request_id: str) -> SourceHandoff | None:
         handoff = self._by_request.get(request_id)
@@ -335,27 +334,73 @@ class Source(Delivery):
 
     def _check_span(self, one: SourceHandoff) -> Iterator[Action]:
         """Fail at once what must not succeed: a sink whose prompt is another, or has more positions."""
-        sink = one.sink
-        if sink is None or one.request_id is None or one.state is State.SERVED:
+        if one.request_id is None:
             return
-        less = one.prompt_tokens - sink.end
-        if less < 0:
-            reason = f"decode wants positions up to {sink.end:,}, prefill's prompt has {one.prompt_tokens:,} tokens: "
-            reason += "send both legs the same prompt and the same tokenizer settings"
-        elif sink.prompt and one.prompt and sink.prompt not in one.prompt[less : less + 1]:
-            reason = f"the two legs' prompts differ (decode wants {sink.end:,} positions, prefill's has {one.prompt_tokens:,} "
-            reason += "tokens): send both the same prompt, LoRA, multimodal inputs, cache salt and tokenizer settings"
-        else:
+        for sink in one.sinks.values():
+            less = one.prompt_tokens - sink.end
+            if sink.served:
+                continue
+            if less < 0:
+                reason = (
+                    f"decode wants positions up to {sink.end:,}, prefill's prompt has {one.prompt_tokens:,} tokens: "
+                )
+                reason += "send both legs the same prompt and the same tokenizer settings"
+            elif sink.prompt and one.prompt and sink.prompt not in one.prompt[less : less + 1]:
+                reason = f"the two legs' prompts differ (decode wants {sink.end:,} positions, prefill's has "
+                reason += f"{one.prompt_tokens:,} tokens): send both the same prompt, LoRA, multimodal inputs, cache salt and "
+                reason += "tokenizer settings"
+            else:
+                continue
+            yield from self._serve_one(one, sink, reason)
+
+    def _why_not(self, one: SourceHandoff, frm: RankId, attempt: int, takers: int) -> str:
+        """Say why a sink rank cannot register; nothing if it can. Of one engine as many may as take their share here."""
+        mine = one.sinks.get(frm)
+        other = next((s for s in one.sinks.values() if s.rank.engine != frm.engine or s.rank.rank == frm.rank), None)
+        if not one.sinks and not one.owned_by(frm.engine):
+            return f"{shown(one.engine)} has announced itself for it"
+        if other is not None and (mine is None or attempt < mine.attempt):
+            return f"{other.rank} has registered attempt {other.attempt} of it"
+        if mine is not None or one.state is State.SERVED or frm in one.declined:
+            return one.reason or f"attempt {mine.attempt if mine else 0} has not ended"
+        if one.takers not in (None, takers):
+            return f"{frm} says that {takers} ranks of its engine take their share here, another one said {one.takers}"
+        if takers < 1 or one.attended:
+            return f"{takers} ranks of {shown(frm.engine)} take their share here, and all of them have registered"
+        return ""
+
+    def _again(self, one: SourceHandoff, sink: Registration, message: Register, now: float) -> Iterator[Action]:
+        """Answer a registration that was said again: it renews a pull's lease, and changes nothing else."""
+        sink.asked, sink.grant_due = max(sink.asked, message.asked), True
+        yield from self._advance(one, now)
+        if sink.seal is not None:
+            yield Send(sink.rank, sink.seal)
+        elif sink.served and not sink.in_flight and sink.quiet_at <= now:
+            yield Send(sink.rank, Failed(one.id, sink.attempt, one.reason))
+
+    def _decline(self, one: SourceHandoff, frm: RankId, takers: int, reason: str, now: float) -> Iterator[Action]:
+        """Note that a sink rank which has not registered wants nothing; a stranger's word changes nothing."""
+        if one.state is State.SERVED or one.attended or not one.owned_by(frm.engine):
             return
-        yield from self._serve(one, Event.SERVE, reason)
+        one.takers = takers if one.takers is None else one.takers
+        one.declined.add(frm)
+        yield from self._serve_if_all(one, reason)
+        yield from self._advance(one, now)
 
     def _waits(self, one: SourceHandoff) -> bool:
-        """Tell whether a handoff ends when its deadline passes: it lacks the other leg."""
+        """Tell whether a handoff ends when its deadline passes: it lacks the other leg, or a rank of it."""
         if one.state is State.EXPECTED or (one.state is State.SERVED and not one.prompt_tokens):
             return True
-        return one.state is State.FINAL and one.sink is None and one.held
+        return one.state is State.FINAL and not one.attended and one.held
 
     def _expire(self, one: SourceHandoff, now: float) -> Iterator[Action]:
+        if one.state is State.FINAL and one.takers is not None:
+            came = len(one.sinks) + len(one.declined)
+            reason = f"of the {one.takers} ranks of decode that take their share here only {came} came in {self.leg_timeout:g} s"
+            one.takers = came
+            yield from self._serve_if_all(one, reason, Event.EXPIRE)
+            yield from self._advance(one, now)
+            return
         if one.state is State.FINAL:
             reason = f"no decode request came for {self.leg_timeout:g} s"
             if one.hold_until <= now:
@@ -363,9 +408,10 @@ class Source(Delivery):
             yield from self._serve(one, Event.EXPIRE, reason, tell=False)
             yield from self._advance(one, now)
             return
-        if one.state is State.EXPECTED and one.sink is not None:
-            reason = f"no prefill request with this id came for {self.leg_timeout:g} s"
-            yield Send(one.sink.rank, Failed(one.id, one.sink.attempt, reason))
+        for sink in one.sinks.values():
+            if not sink.served:
+                reason = f"no prefill request with this id came for {self.leg_timeout:g} s"
+                yield Send(sink.rank, Failed(one.id, sink.attempt, reason))
         one.reason = one.reason or "its prefill request never came"
         self._close(one, Event.EXPIRE)
         yield Note("source", one.id, "expired", one.reason)

@@ -1,4 +1,4 @@
-"""What a source remembers of one handoff: the request at its engine, and the sink's registration."""
+"""What a source remembers of one handoff: the request at its engine, and the registration of each sink rank."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from kvxfer.protocol.intervals import IntervalSet
 
 if TYPE_CHECKING:
     from kvxfer.protocol.ids import HandoffId, RankId
+    from kvxfer.protocol.messages import Seal
     from kvxfer.protocol.source_states import State
 
 
 @dataclass(slots=True)
 class Registration:
-    """The registration of a handoff: who, where to, and what has been posted of it."""
+    """One sink rank's registration of a handoff: where to, and what has been posted of it."""
 
     rank: RankId
     attempt: int
@@ -30,6 +31,8 @@ class Registration:
     in_flight: dict[int, tuple[int, int, float]] = field(default_factory=dict)
     """Transfer → positions [a, b) that it writes, whatever the generation, and when it was posted."""
     announced: int = 0  # writes that the sink was told of
+    served: bool = False  # nothing is owed to this rank any more
+    seal: Seal | None = None  # what it was told at last
     cancelled: bool = False
     grant_due: bool = True  # pull: asked for, or asked for again
     granted_until: float = 0.0
@@ -63,5 +66,20 @@ class SourceHandoff:
     pins: list[Pin] = field(default_factory=list)
     held: bool = False  # the engine has finished and waits for SourceFinished
     engine: str = ""  # of the sink that announced itself first
-    sink: Registration | None = None
+    sinks: dict[RankId, Registration] = field(default_factory=dict)
+    declined: set[RankId] = field(default_factory=set)  # sink ranks that want nothing, and had not registered
+    takers: int | None = None  # how many sink ranks take their share from this one; None until one of them has spoken
     reason: str = ""
+
+    @property
+    def attended(self) -> bool:
+        """Whether every sink rank that takes its share here has registered, or said that it wants nothing."""
+        return self.takers is not None and len(self.sinks) + len(self.declined) >= self.takers
+
+    def owned_by(self, engine: str) -> bool:
+        """Tell whether the sinks of this handoff are, or may become, ranks of this engine."""
+        return next((rank.engine for rank in self.sinks), self.engine) in ("", engine)
+
+    def in_flight(self) -> set[int]:
+        """Return the writes that are not terminal, to all sink ranks."""
+        return {transfer for sink in self.sinks.values() for transfer in sink.in_flight}

@@ -72,9 +72,9 @@ class Delivery:
         self._handoffs: dict[HandoffId, SourceHandoff] = {}
         self._ended: OrderedDict[HandoffId, str] = OrderedDict()
         self._by_request: dict[str, HandoffId] = {}
-        self._transfers: dict[int, SourceHandoff] = {}
+        self._transfers: dict[int, tuple[SourceHandoff, Registration]] = {}
         self._parking = Parking()
-        self._granted: set[HandoffId] = set()  # pull: a peer may be reading
+        self._granted: set[tuple[HandoffId, RankId]] = set()  # pull: a peer may be reading
         self._may_post_until: dict[RankId, float] = {}
         self._numbers = itertools.count(1)
 
@@ -85,32 +85,43 @@ class Delivery:
             raise LocalProtocolError(f"source handoff {one.id}: {event.value} while {one.state.value}") from None
 
     def _serve(self, one: SourceHandoff, event: Event, reason: str, *, tell: bool = True) -> Iterator[Action]:
-        """Owe the sink nothing any more. Told is it only when nothing of the attempt is in flight (see _advance)."""
+        """Owe no sink rank anything any more. Told is each only when nothing of its attempt is in flight (see _answer)."""
         self._step(one, event)
-        self._granted.discard(one.id)
         one.reason = reason
-        if one.sink is not None and tell:
-            one.sink.failure = reason
+        for sink in one.sinks.values():
+            self._let_go(one, sink, reason if tell else None)
         yield Note("source", one.id, "served", reason)
+
+    def _serve_one(
+        self, one: SourceHandoff, sink: Registration, reason: str, *, event: Event = Event.SERVE, tell: bool = True
+    ) -> Iterator[Action]:
+        """Owe this sink rank nothing any more, and after the last of them nobody."""
+        self._let_go(one, sink, reason if tell else None)
+        yield from self._serve_if_all(one, reason, event)
+
+    def _serve_if_all(self, one: SourceHandoff, reason: str, event: Event = Event.SERVE) -> Iterator[Action]:
+        if reason != "done":
+            one.reason = one.reason or reason
+        if one.attended and all(sink.served for sink in one.sinks.values()):
+            yield from self._serve(one, event, one.reason or reason)
+
+    def _let_go(self, one: SourceHandoff, sink: Registration, failure: str | None) -> None:
+        if not sink.served:
+            sink.served, sink.failure = True, failure
+            self._granted.discard((one.id, sink.rank))
 
     def _advance(self, one: SourceHandoff, now: float) -> Iterator[Action]:
         """Do whatever the state of the handoff now allows."""
-        sink = one.sink
         yield from self._unpin(one, now)
-        if sink is not None and one.state is not State.SERVED:
-            if sink.mode == "pull":
+        for sink in one.sinks.values():
+            if not sink.served and sink.mode == "pull":
                 yield from self._grant(one, sink, now)
-            else:
+            elif not sink.served:
                 yield from self._post(one, sink, now)
                 yield from self._seal(one, sink)
-        if one.state is not State.SERVED or (sink is not None and (sink.in_flight or sink.quiet_at > now)):
+            yield from self._answer(one, sink, now)
+        if one.state is not State.SERVED or any(sink.in_flight or sink.quiet_at > now for sink in one.sinks.values()):
             return
-        if sink is not None and sink.cancelled:
-            yield Send(sink.rank, CancelAck(one.id, sink.attempt))
-            sink.cancelled, sink.failure = False, None
-        if sink is not None and sink.failure is not None:
-            yield Send(sink.rank, Failed(one.id, sink.attempt, sink.failure))
-            sink.failure = None
         if one.held or one.request_id is None:
             if one.request_id is not None:
                 del self._by_request[one.request_id]
@@ -120,6 +131,18 @@ class Delivery:
                 self._close(one, Event.CLOSE)
                 yield Note("source", one.id, "closed", one.reason)
             # else: the prefill leg of a handoff that nobody wants is still to come; it is kept until its deadline
+
+    @staticmethod
+    def _answer(one: SourceHandoff, sink: Registration, now: float) -> Iterator[Action]:
+        """Tell a sink rank that was let go, and waits for it, that nothing of its attempt is or will be in flight."""
+        if not sink.served or sink.in_flight or sink.quiet_at > now:
+            return
+        if sink.cancelled:
+            yield Send(sink.rank, CancelAck(one.id, sink.attempt))
+            sink.cancelled, sink.failure = False, None
+        if sink.failure is not None:
+            yield Send(sink.rank, Failed(one.id, sink.attempt, sink.failure))
+            sink.failure = None
 
     def _post(self, one: SourceHandoff, sink: Registration, now: float) -> Iterator[Action]:
         complete = one.state is State.FINAL
@@ -132,7 +155,7 @@ class Delivery:
             transfer = next(self._numbers)
             sink.posted.add(start, stop)
             sink.in_flight[transfer] = (start, stop, now)
-            self._transfers[transfer] = one
+            self._transfers[transfer] = one, sink
             # First: it travels while thousands of descriptors are posted.
             yield self._announce(one, sink, 1)
             yield PostWrite(
@@ -149,15 +172,15 @@ class Delivery:
     @staticmethod
     def _pin(one: SourceHandoff, token: int) -> None:
         if token:
-            one.pins.append(Pin(token, frozenset(one.sink.in_flight if one.sink is not None else ())))
+            one.pins.append(Pin(token, frozenset(one.in_flight())))
 
     @staticmethod
     def _unpin(one: SourceHandoff, now: float) -> Iterator[Action]:
         """Let go of what no write reads any more, and none that failed may still read."""
-        sink = one.sink
-        if not one.pins or (sink is not None and sink.quiet_at > now):
+        if not one.pins or any(sink.quiet_at > now for sink in one.sinks.values()):
             return
-        kept = [pin for pin in one.pins if sink is not None and not pin.transfers.isdisjoint(sink.in_flight)]
+        flying = one.in_flight()
+        kept = [pin for pin in one.pins if not pin.transfers.isdisjoint(flying)]
         for pin in one.pins:
             if pin not in kept:
                 yield SourceQuiet(pin.token)
@@ -171,9 +194,10 @@ class Delivery:
 
     def _seal(self, one: SourceHandoff, sink: Registration) -> Iterator[Action]:
         if one.state is State.FINAL and not sink.in_flight and sink.written.covers(sink.start, sink.end):
-            yield Send(sink.rank, Seal(one.id, sink.attempt, one.generation, one.final))
+            sink.seal = Seal(one.id, sink.attempt, one.generation, one.final)
+            yield Send(sink.rank, sink.seal)
             yield Note("source", one.id, "sealed")
-            yield from self._serve(one, Event.SERVE, "done", tell=False)
+            yield from self._serve_one(one, sink, "done", tell=False)
 
     def _grant(self, one: SourceHandoff, sink: Registration, now: float) -> Iterator[Action]:
         # Not before the engine has finished: until then a preemption could take the blocks from under a reader.
@@ -182,7 +206,7 @@ class Delivery:
         if sink.granted_until == 0.0:
             yield Note("source", one.id, "sealed")
         sink.grant_due, sink.granted_until = False, now + self.lease
-        self._granted.add(one.id)
+        self._granted.add((one.id, sink.rank))
         yield Send(
             sink.rank,
             Grant(one.id, sink.attempt, one.generation, one.final, one.blocks, sink.asked, self.lease),

@@ -15,8 +15,11 @@ to a handoff; the data beside the state decides what is posted.
 * What is valid is said last: after every write of the final generation is terminal, ``Seal`` names the generation. What was
   written under an earlier one is never sealed. For that, the driver must feed what the engine said before it feeds a
   completion that it observed earlier (see the mover).
-* The engine gets its blocks back exactly once (``SourceFinished``), when nothing is owed to the sink any more *and* no posted
-  write reads from them. A write that has not become terminal for ``transfer_limit`` seconds is stopped by revoking this
+* Of an engine with several ranks each one that takes its share here registers, and is granted, written to, sealed, cancelled
+  and failed for itself: nothing that ends one touches another. How many there are follows from the two engines' rank cards;
+  who has not come when its time is over is given up. A rank from which none of the engine takes anything is told so.
+* The engine gets its blocks back exactly once (``SourceFinished``), when nothing is owed to any sink rank any more *and* no
+  posted write reads from them. A write that has not become terminal for ``transfer_limit`` seconds is stopped by revoking this
   rank's keys: the last resort, since every other transfer of this rank fails with it.
 
 A handoff that ended is remembered for a while, so that a late or doubled message is answered and does not start it again.
@@ -32,8 +35,8 @@ class State(Enum):
 
     EXPECTED = "expected"  # a sink announced itself; the engine has not seen the request
     COMPUTING = "computing"  # the engine knows the request; not every prompt position is final
-    FINAL = "final"  # every prompt position is final; the sink is not served yet
-    SERVED = "served"  # nothing is owed to the sink; waiting for the engine to finish and for writes to end
+    FINAL = "final"  # every prompt position is final; not every sink rank is served yet
+    SERVED = "served"  # nothing is owed to any sink rank; waiting for the engine to finish and for writes to end
     CLOSED = "closed"  # over; kept for late messages
 
 
@@ -44,8 +47,8 @@ class Event(Enum):
     COMPLETE = "complete"  # engine: the last prompt position is final
     PREEMPT = "preempt"  # engine: the blocks are gone, all is computed again
     ABORT = "abort"  # engine: the request ended without its prompt being final
-    SERVE = "serve"  # everything written and sealed, or the sink wants nothing (release, cancel, its process died)
-    EXPIRE = "expire"  # the other leg never came
+    SERVE = "serve"  # of each sink rank: everything written and sealed, or it wants nothing (release, cancel, its process died)
+    EXPIRE = "expire"  # the other leg, or a rank of it, never came
     CLOSE = "close"  # the engine has finished, no write is in flight
 
 

@@ -71,8 +71,10 @@ class Rig:
     def seal(self, generation: int = 0, attempt: int = 1, frm: RankId = P) -> list:
         return self.do("seal", frm, Seal(H, attempt, generation, 8), self.now)
 
-    def grant(self, tokens: int = 8, asked: float = 100.0, lease: float = 10.0, attempt: int = 1) -> list:
-        return self.do("grant", P, Grant(H, attempt, 0, tokens, bytes(8), asked, lease), self.now)
+    def grant(
+        self, tokens: int = 8, asked: float = 100.0, lease: float = 10.0, attempt: int = 1, frm: RankId = P
+    ) -> list:
+        return self.do("grant", frm, Grant(H, attempt, 0, tokens, bytes(8), asked, lease), self.now)
 
     def fail(self, frm: RankId = P, attempt: int = 1, reason: str = "no") -> list:
         return self.do("failed", frm, Failed(H, attempt, reason))
@@ -139,6 +141,7 @@ SCENARIOS = {
     (State.REGISTERED, Event.FAIL): lambda r: (r.push(), r.seal(), r.look_in_vain()),
     (State.REGISTERED, Event.CANCEL): cancelling,
     (State.REGISTERED, Event.LOSE): fencing,
+    (State.READING, Event.READ): lambda r: (r.open("pull"), r.connect(P, P1), r.grant(), r.grant(frm=P1)),
     (State.READING, Event.RENEW): lambda r: (reading(r), r.wait(5.0)),
     (State.READING, Event.COMPLETE): lambda r: (reading(r), r.read_done()),
     (State.READING, Event.FAIL): lambda r: (reading(r), r.wait(10.0), r.read_done()),

@@ -648,7 +648,7 @@ def test_one_engine_cannot_fill_the_memory_with_registrations_of_unknown_handoff
     rig = Rig()
     refused = parked(rig, D2, 8, size=40)
     assert [failed.reason for failed in refused] == ["too many handoffs wait for their prefill leg"] * 6
-    assert sum(len(one.sink.blocks) for one in rig.source._handoffs.values() if one.sink) == 80
+    assert sum(len(sink.blocks) for one in rig.source._handoffs.values() for sink in one.sinks.values()) == 80
     assert parked(rig, D, 2, size=40) == []
 
 
