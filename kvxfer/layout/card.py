@@ -7,17 +7,25 @@ block's bytes is compared here, once, before any block moves. A refusal names bo
 from __future__ import annotations
 
 import zlib
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 import msgspec
 
 from kvxfer.errors import LayoutMismatchError, RemoteProtocolError
-from kvxfer.layout.check import MAX_NAME, check, check_staging
+from kvxfer.layout.check import MAX_CELLS, MAX_NAME, check, check_staging
 from kvxfer.layout.maps import CacheMap, numbers
-from kvxfer.layout.ranks import Shard, share
+from kvxfer.layout.ranks import Shard, share, takers
 from kvxfer.layout.route import Route, StagingArea
 
-MAX_PARALLEL: Final = 1 << 16
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvxfer.layout.refine import Held
+
+_Found = TypeVar("_Found")
+
+MAX_PARALLEL: Final = 1024
+"""Ranks of one engine along one axis."""
 MAX_TEXT: Final = 4096
 """Characters of a name in a card: a model's may be a path."""
 
@@ -59,6 +67,9 @@ class RankCard(msgspec.Struct, frozen=True):
         for text in (read.engine, read.model, read.backend):
             if len(text) > MAX_TEXT or not text.isprintable():
                 raise RemoteProtocolError(f"not a rank card: the name {text[:MAX_NAME]!r}")
+        cells = sum(len(plane.layers) * len(plane.heads) for group in read.cache.groups for plane in group.planes)
+        if cells * read.tp_size > MAX_CELLS:  # what all its siblings hold is derived from it
+            raise RemoteProtocolError(f"not a rank card: {cells} heads in all layers of each of {read.tp_size} ranks")
         try:
             check(read.cache)
             if read.staging is not None:
@@ -83,13 +94,6 @@ def refusals(mine: RankCard, theirs: RankCard) -> list[str]:
         for what, ours, other, cure in checks
         if ours != other
     ]
-    parallel = max(mine.tp_size, mine.pp_size, theirs.tp_size, theirs.pp_size)
-    if not found and parallel > 1:
-        found.append(
-            f"{mine.engine} has {mine.tp_size}×{mine.pp_size} ranks (tensor × pipeline), {theirs.engine} has "
-            f"{theirs.tp_size}×{theirs.pp_size}; this release moves KV between single ranks: "
-            "set --tensor-parallel-size 1 and --pipeline-parallel-size 1 on both"
-        )
     if not found:
         ways = [
             (a, b) for a, b in ((mine, theirs), (theirs, mine)) if a.role != "kv_consumer" and b.role != "kv_producer"
@@ -105,6 +109,11 @@ def refusals(mine: RankCard, theirs: RankCard) -> list[str]:
 
 
 def _why_not(source: RankCard, sink: RankCard) -> str:
+    if sink.pp_size > 1:
+        return (
+            f"{sink.engine} would receive KV in {sink.pp_size} pipeline stages, and this release moves it to engines of one "
+            "stage: set --pipeline-parallel-size 1 on the decode engine; use tensor parallelism there"
+        )
     try:
         connected(source, sink)
     except LayoutMismatchError as error:
@@ -117,14 +126,36 @@ def connected(source: RankCard, sink: RankCard) -> Route | None:
 
     Both ranks come to the same answer. Raises LayoutMismatchError, naming both, when their caches cannot be connected.
     """
-    shards = Shard(source.tp_rank, source.tp_size), Shard(sink.tp_rank, sink.tp_size)
-    # Where several ranks could send the same, sink engines shall not all turn to the same one.
-    turn = zlib.crc32(sink.engine.encode())
-    what = share(source.cache, shards[0], sink.cache, shards[1], turn=turn)
+    what = shared(source, sink)
     names = f"{source.engine} rank {source.tp_rank}", f"{sink.engine} rank {sink.tp_rank}"
     if source.pp_size == 1:
         _check_layers(source.cache, sink.cache, names)
     return Route(source.cache, sink.cache, what, area=sink.staging, names=names) if what else None
+
+
+def shared(source: RankCard, sink: RankCard) -> tuple[Held, ...]:
+    """Say what the one rank sends to the other; nothing if it takes no part. Raises LayoutMismatchError."""
+    return _between(share, source, sink)
+
+
+def takers_of(source: RankCard, sink: RankCard) -> int:
+    """Count the ranks of the sink's engine that take something from this one of the source's. Raises LayoutMismatchError.
+
+    Both sides count alike, whichever of the sink's ranks it is.
+    """
+    return len(_between(takers, source, sink))
+
+
+def _between(what: Callable[..., _Found], source: RankCard, sink: RankCard) -> _Found:
+    # Where several ranks could send the same, sink engines shall not all turn to the same one.
+    turn = zlib.crc32(sink.engine.encode())
+    shards = Shard(source.tp_rank, source.tp_size), Shard(sink.tp_rank, sink.tp_size)
+    try:
+        return what(source.cache, shards[0], sink.cache, shards[1], turn=turn)
+    except LayoutMismatchError as error:
+        raise LayoutMismatchError(
+            f"from {source.engine} with {source.tp_size} tensor-parallel ranks to {sink.engine} with {sink.tp_size}: {error}"
+        ) from None
 
 
 def _check_layers(source: CacheMap, sink: CacheMap, names: tuple[str, str]) -> None:

@@ -83,9 +83,19 @@ def share(
     Both ranks come to the same answer from their two cards. ``turn`` rotates among replicas, so that several sink engines do not
     all load the same ones: any number that both sides know, a checksum of the sink engine's id for one.
     """
-    ours = _for_common_layers(stage(source, source_shard), holding(sink))
-    theirs = _for_common_layers(stage(sink, sink_shard), holding(source))
-    return serving(ours, theirs, turn=turn).get((source_shard.rank, sink_shard.rank), ())
+    moves = _between(source, source_shard, sink, sink_shard, turn)
+    return moves.get((source_shard.rank, sink_shard.rank), ())
+
+
+def takers(
+    source: CacheMap, source_shard: Shard, sink: CacheMap, sink_shard: Shard, *, turn: int = 0
+) -> frozenset[int]:
+    """Return which tensor-parallel ranks of the sink's stage take something from this rank of the source.
+
+    Every one of them says the same: their cards differ in their heads only.
+    """
+    moves = _between(source, source_shard, sink, sink_shard, turn)
+    return frozenset(taker for giver, taker in moves if giver == source_shard.rank)
 
 
 def serving(
@@ -130,6 +140,14 @@ def uncovered(cache: CacheMap, shares: Iterable[Sequence[Held]]) -> list[str]:
     ]
 
 
+def _between(
+    source: CacheMap, source_shard: Shard, sink: CacheMap, sink_shard: Shard, turn: int
+) -> dict[tuple[int, int], tuple[Held, ...]]:
+    ours = _for_common_layers(stage(source, source_shard), holding(sink))
+    theirs = _for_common_layers(stage(sink, sink_shard), holding(source))
+    return serving(ours, theirs, turn=turn)
+
+
 def _rule(total: int, shard: Shard) -> range:
     rank, size = shard
     if not 0 <= rank < size or (total % size and size % total):
@@ -143,15 +161,23 @@ def _rule(total: int, shard: Shard) -> range:
 
 def _choose(givers: Holders, takers: Holders, turn: int) -> dict[tuple[int, int], tuple[int, ...]]:
     result: dict[tuple[int, int], list[int]] = {}
-    for head in sorted({head for _, heads in takers for head in heads}):
-        have = [rank for rank, heads in givers if head in heads]
-        want = [rank for rank, heads in takers if head in heads]
-        if not have:
+    held_by, wanted_by = _by_head(givers), _by_head(takers)
+    for head in sorted(wanted_by):
+        have, want = held_by.get(head), wanted_by[head]
+        if have is None:
             raise LookupError(head)
         for number, rank in enumerate(want):
             giver = have[(number * len(have) // len(want) + turn) % len(have)]
             result.setdefault((giver, rank), []).append(head)
     return {pair: tuple(heads) for pair, heads in result.items()}
+
+
+def _by_head(holders: Holders) -> dict[int, list[int]]:
+    result: dict[int, list[int]] = {}
+    for rank, heads in holders:
+        for head in heads:
+            result.setdefault(head, []).append(rank)
+    return result
 
 
 def _holders(ranks: Mapping[int, Sequence[Held]]) -> dict[tuple[str, int], Holders]:

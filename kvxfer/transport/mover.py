@@ -41,6 +41,7 @@ from kvxfer.protocol.sink import Sink
 from kvxfer.protocol.source import Source
 from kvxfer.transport import commands as cmd
 from kvxfer.transport.approaches import Approaches
+from kvxfer.transport.dispatch import Dispatch
 from kvxfer.transport.mover_settings import COUNTERS, FLUSH, LINGER, TICK, WATCH, MoverSettings, Renewed
 from kvxfer.transport.openings import Openings
 from kvxfer.transport.reach import NotNowError
@@ -126,6 +127,7 @@ class Mover(threading.Thread):
         self._steps = Steps()
         self._openings = Openings(connect)
         self._staging = Staging(repack)
+        self._dispatch = Dispatch(self.source, self.sink, self.transfers, self._approaches)
         self._next_tick = 0.0
         self._linger_until = 0.0
         self._round = Round()
@@ -340,14 +342,14 @@ class Mover(threading.Thread):
             self._staging.leave(handoff)  # lost while it waited for slots: they are called anew, or it fails
             return
         try:
-            routes = {rank: self.transfers.route(rank, inward=True) for rank in ranks}
-            staged = self._staging.take(Wanted(handoff, *self.sink.span(handoff)), routes)
+            routes, idle = self.transfers.sources(ranks)
+            staged = self._staging.take(Wanted(handoff, *self.sink.span(handoff)), routes, ranks)
         except TransportError as error:
             self._run(self.sink.unreachable(handoff, str(error)))
             return
         if staged is not None:  # else ``ready`` names it later
             self._openings.closed(handoff)
-            self._run(self.sink.connected(handoff, ranks, now, staged))
+            self._run(self.sink.connected(handoff, tuple(routes), now, staged, idle))
 
     def _act_on_staging(self, now: float) -> None:
         for done in self._staging.packed():
@@ -370,32 +372,6 @@ class Mover(threading.Thread):
     def _ask_for_disturbance(self) -> None:
         if self.transfers.disturbed():
             self.source.suspend()
-
-    def _dispatch(self, frm: RankId, message: messages.AnyMessage, now: float) -> Iterator[Action]:
-        match message:
-            case messages.Register():
-                yield from self.source.register(frm, message, now)
-            case messages.Expect():
-                yield from self.source.expect(frm, message, now)
-            case messages.Release():
-                yield from self.source.release(frm, message, now)
-            case messages.Cancel():
-                yield from self.source.cancel(frm, message, now)
-            case messages.Posted():
-                self.sink.posted(frm, message)
-            case messages.Seal():
-                yield from self.sink.seal(frm, message, now)
-            case messages.Grant():
-                if self.transfers.reach.heard(frm, message.asked):  # else it is asked for again
-                    yield from self.sink.grant(frm, message, now)
-            case messages.CancelAck():
-                yield from self.sink.cancel_ack(frm, message)
-            case messages.Failed():
-                yield from self.sink.failed(frm, message)
-            case messages.Approach():
-                self._approaches.heard(frm, message, now)
-            case _:
-                raise RemoteProtocolError(f"{frm} sent {type(message).__name__} to a mover")
 
     # --- revoking this rank's keys ----------------------------------------------------------------------------------
 

@@ -68,8 +68,9 @@ class Recorder:
         if record is None:
             return
         record.posted(posted.bytes, posted.descriptors, now)
-        record.peer = str(action.to if isinstance(action, PostWrite) else action.frm)
-        if isinstance(action, PostWrite):
+        peer = str(action.to if isinstance(action, PostWrite) else action.frm)
+        record.peer = record.peer or peer
+        if isinstance(action, PostWrite) and record.peer == peer:  # the same positions go to its other ranks
             record.tokens += action.end - action.start
             record.blocks += self._cache.blocks_for(action.start, action.end)
 

@@ -63,8 +63,10 @@ class Staging:
         self._staged: dict[HandoffId, _Staged] = {}
         self._waiting: dict[HandoffId, tuple[RankId, ...]] = {}  # in the order in which they came
 
-    def take(self, wanted: Wanted, routes: Mapping[RankId, Route]) -> dict[RankId, bytes] | None:
-        """Take slots for a handoff from these source ranks: their packed ids, of ranks that write straight none.
+    def take(
+        self, wanted: Wanted, routes: Mapping[RankId, Route], ranks: tuple[RankId, ...] = ()
+    ) -> dict[RankId, bytes] | None:
+        """Take slots for a handoff from these source ranks, of all the ``ranks``: packed ids, of ranks that write straight none.
 
         Returns None when there are not enough at present; the handoff is then named by ``ready``. Raises TransportError when
         there never will be.
@@ -80,7 +82,7 @@ class Staging:
             )
         first = next(iter(self._waiting), wanted.handoff)
         if first != wanted.handoff or not self._fits({routes[rank].geometry for rank in needs}, slots, need):
-            self._waiting[wanted.handoff] = tuple(routes)
+            self._waiting[wanted.handoff] = ranks or tuple(routes)
             return None
         self._waiting.pop(wanted.handoff, None)
         staged = _Staged(wanted, routes, {})

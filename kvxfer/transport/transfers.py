@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvxfer.errors import LayoutMismatchError, TransportError
-from kvxfer.layout.card import connected
+from kvxfer.layout.card import connected, shared, takers_of
+from kvxfer.layout.ranks import uncovered
 from kvxfer.protocol.actions import PostWrite
 from kvxfer.protocol.messages import Written, pack_written
 from kvxfer.transport.agent import Status
@@ -18,7 +19,7 @@ from kvxfer.transport.keeper import AgentKeeper
 from kvxfer.transport.reach import NotNowError, Reach
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from kvxfer.layout.card import RankCard
     from kvxfer.layout.route import Route
@@ -43,6 +44,13 @@ class InFlight:
     descriptors: int
 
 
+class Sources(NamedTuple):
+    """The ranks of a source engine as one sink rank sees them: who brings something, and from whom nobody takes anything."""
+
+    routes: dict[RankId, Route]
+    idle: tuple[RankId, ...]
+
+
 class Transfers:
     """Of one rank. ``make_agent`` makes the agent, at ``start`` and after each revocation."""
 
@@ -56,6 +64,8 @@ class Transfers:
         self.reach = Reach()
         self._clock = clock
         self._routes: dict[tuple[RankId, bool], Route | None] = {}
+        self._sources: dict[tuple[RankId, ...], Sources] = {}
+        self._takers: dict[RankId, int] = {}
 
     @property
     def backend(self) -> str:
@@ -70,9 +80,14 @@ class Transfers:
             self.reach.forget(old)
             self._forget(old.agent)
         self.reach.up(rank, card)
+        self._forget_card(rank)
+        return self.keeper.agent.meet(rank.agent)
+
+    def _forget_card(self, rank: RankId) -> None:
         for inward in (False, True):
             self._routes.pop((rank, inward), None)
-        return self.keeper.agent.meet(rank.agent)
+        self._sources.clear()
+        self._takers.pop(rank, None)
 
     def approach(self, rank: RankId) -> None:
         """Connect a peer before a handoff needs it. May not return if its agent makes no progress: see ``approaches``."""
@@ -91,10 +106,12 @@ class Transfers:
     def lost(self, rank: RankId) -> None:
         """Note that a session ended. What is under way goes on: the peer may only be out of hearing."""
         self.reach.lost(rank, self._clock())
+        self._forget_card(rank)
 
     def ended_process(self, rank: RankId) -> None:
         """Note that a peer's process has ended: what is under way to it has failed, and nothing of it is needed any more."""
         self.reach.lost(rank, self._clock())
+        self._forget_card(rank)
         self.reach.forget(rank)
         self.keeper.agent.lost(rank.agent)
         self._forget(rank.agent)
@@ -120,6 +137,12 @@ class Transfers:
 
     def route(self, peer: RankId, *, inward: bool) -> Route:
         """Return the way from this rank to a peer with a session, or (``inward``) from it to this one. Raises TransportError."""
+        found = self._route(peer, inward=inward)
+        if found is None:
+            raise TransportError(f"nothing that {peer} holds answers to what {self.rank} holds")
+        return found
+
+    def _route(self, peer: RankId, *, inward: bool) -> Route | None:
         if (peer, inward) not in self._routes:
             theirs = self.reach.card(peer)
             try:
@@ -127,10 +150,31 @@ class Transfers:
             except LayoutMismatchError as error:
                 raise TransportError(str(error)) from None
             self._routes[peer, inward] = route
-        found = self._routes[peer, inward]
-        if found is None:
-            raise TransportError(f"nothing that {peer} holds answers to what {self.rank} holds")
-        return found
+        return self._routes[peer, inward]
+
+    def sources(self, ranks: Sequence[RankId]) -> Sources:
+        """Find which of an engine's ranks, all with sessions, bring what to this one. Raises TransportError unless it is all."""
+        key = tuple(ranks)
+        if key not in self._sources:
+            routes = {rank: way for rank in key if (way := self._route(rank, inward=True)) is not None}
+            lacking = uncovered(self.card.cache, [shared(self.reach.card(rank), self.card) for rank in routes])
+            if lacking:
+                raise TransportError(
+                    f"no rank of {key[0].engine} brings {self.rank} {lacking[0]}: serve the same model on both"
+                )
+            others = [rank for rank in key if rank not in routes]
+            idle = tuple(rank for rank in others if not takers_of(self.reach.card(rank), self.card))
+            self._sources[key] = Sources(routes, idle)
+        return self._sources[key]
+
+    def takers(self, peer: RankId) -> int:
+        """Count the ranks of a peer's engine that take something from this rank; 1 where its card does not say it."""
+        if peer not in self._takers:
+            try:
+                self._takers[peer] = takers_of(self.card, self.reach.card(peer))
+            except (LayoutMismatchError, TransportError):
+                return 1  # a scheduler process speaks for all; what cannot be moved is refused when it is to be
+        return self._takers[peer]
 
     # --- transfers --------------------------------------------------------------------------------------------------
 

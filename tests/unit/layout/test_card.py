@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from kvxfer.errors import LayoutMismatchError, RemoteProtocolError
-from kvxfer.layout.card import RankCard, connected, refusals
+from kvxfer.layout.card import RankCard, connected, refusals, takers_of
 from kvxfer.layout.maps import CacheMap, Group, Plane
 from kvxfer.layout.ranks import Shard, heads_of
 from kvxfer.layout.repack import STRIDED
@@ -43,7 +43,7 @@ CARD = RankCard("prefill-1", "llama", 0, 1, 0, 1, "LIBFABRIC", tile(A), b"\x00\x
 
 
 def changed(**changes) -> RankCard:
-    own = {"model", "tp_size", "pp_size", "backend", "agent", "tp_rank", "pp_rank"}
+    own = {"model", "tp_size", "pp_size", "backend", "agent", "tp_rank", "pp_rank", "role"}
     card = {key: changes.pop(key) for key in own & changes.keys()}
     memory = changes.pop("memory", "DRAM")
     cache = msgspec.structs.replace(tile(B, **changes), memory=memory)
@@ -61,13 +61,11 @@ def test_size_addresses_and_strides_may_differ(change) -> None:
 
 DIFFERENCES = {
     "model": ("mistral", "llama", "mistral", "model_id"),
-    "tp_size": (2, "1×1 ranks", "2×1", "--tensor-parallel-size"),
-    "pp_size": (2, "1×1 ranks", "1×2", "--pipeline-parallel-size"),
     "memory": ("VRAM", "DRAM", "VRAM", "kind of accelerator"),
     "backend": ("UCX", "LIBFABRIC", "UCX", '"backend"'),
 }
-HARMLESS = {"engine", "agent", "tp_rank", "pp_rank", "cache", "staging", "role"}
-"""``cache``, ``staging`` and ``role`` have tests of their own below."""
+HARMLESS = {"engine", "agent", "tp_rank", "tp_size", "pp_rank", "pp_size", "cache", "staging", "role"}
+"""Parallelism, ``cache``, ``staging`` and ``role`` have tests of their own below."""
 
 
 def test_every_field_of_a_card_is_compared_or_known_to_be_harmless() -> None:
@@ -141,11 +139,42 @@ def test_all_differences_are_told_at_once() -> None:
     assert len(refusals(CARD, changed(memory="VRAM", backend="UCX", model="y"))) == 3
 
 
-@pytest.mark.parametrize("size", [{"tp_size": 2}, {"pp_size": 4}])
-def test_more_than_one_rank_is_refused_by_this_release(size) -> None:
-    mine = msgspec.structs.replace(CARD, **size)
-    (text,) = refusals(mine, changed(**size))
-    assert "single ranks: set --tensor-parallel-size 1 and --pipeline-parallel-size 1 on both" in text
+def test_stages_may_send_and_not_receive() -> None:
+    whole = msgspec.structs.replace(CARD, role=CONSUMER)
+    stages = changed(pp_size=2, role=PRODUCER)
+    assert refusals(whole, stages) == [] == refusals(stages, whole)
+    staged = changed(pp_size=2, role=CONSUMER)
+    (text,) = refusals(msgspec.structs.replace(CARD, role=PRODUCER), staged)
+    assert "decode-1 would receive KV in 2 pipeline stages" in text
+    assert "set --pipeline-parallel-size 1 on the decode engine" in text
+
+
+def test_a_rank_that_does_not_hold_its_share_of_the_heads_is_refused() -> None:
+    (text,) = refusals(mapped(A, "prefill-1"), msgspec.structs.replace(mapped(B, "decode-1"), tp_size=2))
+    assert text.startswith("from prefill-1 with 1 tensor-parallel ranks to decode-1 with 2: plane 'kv'")
+    assert "of 4 in the model it should hold 0 to 1" in text
+
+
+def test_a_card_whose_siblings_would_hold_too_much_is_refused() -> None:
+    """What all its siblings hold is derived from it, and must be bounded."""
+    planes = changed(tp_size=1024, layers=256)
+    with pytest.raises(RemoteProtocolError, match="2048 heads in all layers of each of 1024 ranks"):
+        RankCard.from_builtins(planes.to_builtins())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "counts"),
+    [((1, 2), [2]), ((2, 1), [1, 1]), ((2, 4), [2, 2]), ((4, 2), [1] * 4), ((8, 4), None), ((4, 8), [2] * 4)],
+)
+def test_each_source_rank_knows_how_many_ranks_take_from_it(ranks, counts) -> None:
+    """Four heads: from five ranks on, ranks hold replicas."""
+    sources = [mapped(A, "prefill-1", tp=(rank, ranks[0])) for rank in range(ranks[0])]
+    sinks = [mapped(B, "decode-1", tp=(rank, ranks[1])) for rank in range(ranks[1])]
+    for source in sources:
+        taking = sum(connected(source, sink) is not None for sink in sinks)
+        assert {takers_of(source, sink) for sink in sinks} == {taking}, "whichever rank says it"
+    found = [takers_of(source, sinks[0]) for source in sources]
+    assert found == counts if counts else sorted(found) == [0] * 4 + [1] * 4
 
 
 # --- on the wire ------------------------------------------------------------------------------------------------------
