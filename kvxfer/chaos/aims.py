@@ -61,7 +61,8 @@ class Aims:
         """Let a fault wait; it may strike at once."""
         self._waiting[aim.sinks].append(aim)
         for slot in self._sim.living():
-            self.look(slot.process)
+            for process in slot.process.ranks:
+                self.look(process)
 
     def clear(self) -> None:
         """Let nothing wait."""
@@ -89,12 +90,12 @@ class Aims:
     def _fire(self, aim: Aim, process: Process, handoff: HandoffId) -> None:
         if self._sim.trouble.over:
             return
-        slot = next((s for s in self._sim.living() if s.process is process), None)
-        if slot is None or not self._struck(aim, slot, handoff):
+        slot = next((s for s in self._sim.living() if process in s.process.ranks), None)
+        if slot is None or not self._struck(aim, slot, process, handoff):
             self._waiting[aim.sinks].append(aim)
 
-    def _struck(self, aim: Aim, slot: Slot, handoff: HandoffId) -> bool:
-        one = self._handoffs(slot.process, sinks=aim.sinks).get(handoff)
+    def _struck(self, aim: Aim, slot: Slot, process: Process, handoff: HandoffId) -> bool:
+        one = self._handoffs(process, sinks=aim.sinks).get(handoff)
         if one is None or one.state is not aim.state:
             return False
         target = self._target(slot, handoff, at_sink=aim.sinks)

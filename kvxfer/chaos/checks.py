@@ -13,19 +13,19 @@ if TYPE_CHECKING:
 
 def check(sim: Simulation) -> None:
     """Find what is left although everything has ended."""
-    alive = {s.process.me.incarnation for s in sim.living()}
+    alive = {rank.me.incarnation for s in sim.living() for rank in s.process.ranks}
     missing = {s.host for s in sim.prefill_slots} - {s.host for s in sim.living()}
     for slot in sim.living():
-        process, engine = slot.process, slot.engine
+        engine, ranks = slot.engine, slot.process.ranks
         for one in engine.requests.values():
-            mover = process.mover
-            states = f"source {mover.source.state(one.handoff.id)}, sink {mover.sink.state(one.handoff.id)}"
-            sim.violate("stuck", one.handoff.id.transfer, f"{slot.host}: {one.id} is {one.state}; {states}")
+            movers, handoff = [rank.mover for rank in ranks], one.handoff.id
+            states = ", ".join(f"source {m.source.state(handoff)}, sink {m.sink.state(handoff)}" for m in movers)
+            sim.violate("stuck", handoff.transfer, f"{slot.host}: {one.id} is {one.state}; {states}")
         if not engine.requests and len(engine.pool.free) != slot.num_blocks:
             what = f"{slot.host}: {len(engine.pool.free)} of {slot.num_blocks} blocks are free"
             sim.violate("leaked_blocks", "", what)
         if not engine.requests:
-            for what in [*_leftovers(process, alive, missing), *_unknown(sim, slot)]:
+            for what in [*(one for rank in ranks for one in _leftovers(rank, alive, missing)), *_unknown(sim, slot)]:
                 sim.violate("leftovers", "", f"{slot.host}: {what}")
 
 
@@ -34,9 +34,10 @@ def _unknown(sim: Simulation, slot: Slot) -> Iterator[str]:
     if not sim.introduced or slot.prefills:
         return
     for other in sim.living(prefills=True):
-        for channel in (slot.process.worker, slot.process.scheduler):
-            if not channel.switchboard.is_open(other.process.me):
-                yield f"{channel.name} is not connected with {other.process.me.agent}, to which it was introduced"
+        for channel in [channel for rank in slot.process.ranks for channel in rank.channels]:
+            for peer in other.process.ranks:
+                if not channel.switchboard.is_open(peer.me):
+                    yield f"{channel.name} is not connected with {peer.me.agent}, to which it was introduced"
 
 
 def _leftovers(process: Process, alive: set[str], missing: set[str]) -> list[str]:
@@ -49,7 +50,7 @@ def _leftovers(process: Process, alive: set[str], missing: set[str]) -> list[str
         (mover, ("_steps",)),
         (mover.transfers, ("in_flight",)),
         (mover.records, ("_open",)),
-        (process.scheduler.announcer, ("_expected", "_waiting")),
+        *((channel.announcer, ("_expected", "_waiting")) for channel in process.channels),
     ):
         for name in names:
             kept = getattr(owner, name)
@@ -62,7 +63,7 @@ def _leftovers(process: Process, alive: set[str], missing: set[str]) -> list[str
         dead = [rank.agent for rank in getattr(mover.transfers.reach, name) if rank.incarnation not in alive]
         if dead:
             found.append(f"Reach.{name} keeps {dead}, who are dead")
-    for channel in (process.worker, process.scheduler):
+    for channel in process.channels:
         board = channel.switchboard
         calls = [address for address in board.calls if address.host not in missing]
         if calls:

@@ -55,7 +55,8 @@ def of_attempt(source: Process, sink: Process, handoff: HandoffId, attempt: int)
     """Return the states of one attempt at its two processes. An attempt that is over has no state of its own."""
     found = set()
     one = source.mover.source._handoffs.get(handoff)  # noqa: SLF001
-    if source.alive and one is not None and one.sink is not None and one.sink.attempt == attempt:
+    mine = None if one is None else one.sinks.get(sink.me)
+    if source.alive and one is not None and mine is not None and mine.attempt == attempt:
         found.add(f"source/{one.state.value}")
     other = sink.mover.sink._handoffs.get(handoff)  # noqa: SLF001
     if sink.alive and other is not None and other.attempt == attempt:
@@ -65,16 +66,14 @@ def of_attempt(source: Process, sink: Process, handoff: HandoffId, attempt: int)
 
 def of_handoff(sim: Simulation, handoff: HandoffId, source: str, sink: str) -> set[str]:
     """Return the states of a handoff between two hosts. A source knows what has ended."""
-    found = set()
+    found: set[str] = set()
     for slot in sim.living():
         if slot.host == source:
-            state = slot.process.mover.source.state(handoff)
-            if state is not None:
-                found.add(f"source/{state.value}")
+            states = [rank.mover.source.state(handoff) for rank in slot.process.ranks]
+            found.update(f"source/{state.value}" for state in states if state is not None)
         elif slot.host == sink and source_of(slot, handoff) == source:
-            other = slot.process.mover.sink.state(handoff)
-            if other is not None:
-                found.add(f"sink/{other.value}")
+            others = [rank.mover.sink.state(handoff) for rank in slot.process.ranks]
+            found.update(f"sink/{state.value}" for state in others if state is not None)
     return found
 
 
@@ -85,26 +84,29 @@ def of_prefill(sim: Simulation, slot: Slot, request: Request) -> set[str]:
     if one is None or one.request_id not in (None, request.id):
         return set()
     found = {f"source/{one.state.value}"}
-    attempt = None if one.sink is None else one.sink.attempt
-    for other in sim.living(prefills=False):
-        sink = other.process.mover.sink._handoffs.get(handoff)  # noqa: SLF001
-        if sink is not None and source_of(other, handoff) == slot.host and attempt in (None, sink.attempt):
+    for other in [
+        rank for s in sim.living(prefills=False) if source_of(s, handoff) == slot.host for rank in s.process.ranks
+    ]:
+        sink = other.mover.sink._handoffs.get(handoff)  # noqa: SLF001
+        mine = one.sinks.get(other.me)
+        if sink is not None and (not one.sinks or (mine is not None and mine.attempt == sink.attempt)):
             found.add(f"sink/{sink.state.value}")
-    if attempt is None:
+    if not one.sinks:
         found.discard("sink/reading")  # what an earlier request of this name has granted
     return found
 
 
 def at_source(sim: Simulation, slot: Slot) -> Iterator[tuple[HandoffId, set[str], State]]:
-    """Return a source's open handoffs, with the hosts of their sinks: of the one that has registered, or of all that may."""
-    for handoff, one in slot.process.mover.source._handoffs.items():  # noqa: SLF001
-        hosts = sim.sinks_of(handoff) if one.sink is None else {host_of(one.sink.rank)}
-        yield handoff, hosts, one.state
+    """Return a source's open handoffs, with the hosts of their sinks: of those that have registered, or of all that may."""
+    for process in slot.process.ranks:
+        for handoff, one in process.mover.source._handoffs.items():  # noqa: SLF001
+            yield handoff, {host_of(rank) for rank in one.sinks} or sim.sinks_of(handoff), one.state
 
 
 def source_of(slot: Slot, handoff: HandoffId) -> str | None:
     """Return the host that a sink's open handoff is to come from."""
-    request = slot.engine.requests.get(slot.process.mover.sink.request(handoff) or "")
+    ids = [rank.mover.sink.request(handoff) for rank in slot.process.ranks]
+    request = slot.engine.requests.get(next((one for one in ids if one is not None), ""))
     return None if request is None or request.address is None else request.address.host
 
 
@@ -113,6 +115,7 @@ def _open(sim: Simulation) -> Iterator[tuple[str, set[str], str]]:
     for slot in sim.living():
         for _, hosts, state in at_source(sim, slot):
             yield slot.host, hosts, f"source/{state.value}"
-        for handoff, one in slot.process.mover.sink._handoffs.items():  # noqa: SLF001
-            host = source_of(slot, handoff)
-            yield slot.host, set() if host is None else {host}, f"sink/{one.state.value}"
+        for process in slot.process.ranks:
+            for handoff, other in process.mover.sink._handoffs.items():  # noqa: SLF001
+                host = source_of(slot, handoff)
+                yield slot.host, set() if host is None else {host}, f"sink/{other.state.value}"

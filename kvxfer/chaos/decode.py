@@ -48,10 +48,12 @@ class DecodeEngine(Engine):
             return
         self.write(one, 0, cached)  # as if the prefix cache had had it
         end = one.tokens - 1  # the last one is computed here
-        one.state, one.owed, one.load = "loading", True, (cached, end)
+        one.state, one.load = "loading", (cached, end)
+        one.owed, one.failed = set(range(len(self.process.ranks))), None
         self.process.scheduler.announcer.settle(one.handoff.id, one.id)
         blocks = one.blocks[cached // BLOCK_SIZE : -(-end // BLOCK_SIZE)]
-        self.process.lend(one.id, one.handoff.id.transfer, blocks)
+        for rank in self.process.ranks:
+            rank.lend(one.id, one.handoff.id.transfer, blocks)
         world.note(self.name, one.handoff.id.transfer, f"opens {one.id} [{cached}, {end}) in blocks {blocks}")
         now = self.process.clock()
         step.opened.append(

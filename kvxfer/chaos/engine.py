@@ -9,12 +9,12 @@ gave away have other owners by then. Decode's forward reads every position first
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from kvxfer.chaos import concern
-from kvxfer.chaos.process import BLOCK_SIZE
-from kvxfer.protocol.actions import SourceQuiet
+from kvxfer.chaos.process import BLOCK_SIZE, HEAD
+from kvxfer.protocol.actions import SinkFinished, SourceQuiet
 from kvxfer.transport import commands as cmd
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvxfer.chaos.legs import Handoff
     from kvxfer.chaos.process import Process
     from kvxfer.chaos.simulation import Simulation
+    from kvxfer.protocol.actions import SourceFinished
 
 LATE = (0.1, 2.0)
 """Seconds that a step takes the device when it is late."""
@@ -53,7 +54,8 @@ class Request:
     grow: int = 0  # decode: tokens still to generate
     load: tuple[int, int] | None = None
     aborted: bool = False
-    owed: bool = False
+    owed: set[int] = field(default_factory=set)  # ranks that have not reported
+    failed: str | None = None  # why its load failed on the first rank on which it did
 
 
 class Pool:
@@ -107,9 +109,10 @@ class Engine:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.late = 0.0  # probability of a step that takes the device long
-        process.on_results = self.stir
+        for rank in process.ranks:
+            rank.on_results = self.stir
         self._step = cmd.Step()
-        self._forward: list[Callable[[], None]] = []
+        self._forward: dict[int, list[Callable[[], None]]] = {}  # by rank
         self._stepping = False
 
     @property
@@ -124,30 +127,34 @@ class Engine:
             self.process.soon(0.01, self._begin)
 
     def _begin(self) -> None:
-        if self.process.device.launched - self.process.device.completed >= AHEAD:
+        if any(rank.device.launched - rank.device.completed >= AHEAD for rank in self.process.ranks):
             self.process.soon(0.01, self._begin)
             return
         step, self._step = self._step, cmd.Step()
         self.schedule(step)
         if step:
-            self.process.post(cmd.StepBegin(step, self.process.device.fence()))
+            for rank in self.process.ranks:
+                rank.post(cmd.StepBegin(step, rank.device.fence()))
         self.process.soon(0.002, lambda: self._end(computing=bool(step.progress)))
 
     def _end(self, *, computing: bool) -> None:
-        device, world = self.process.device, self.sim.world
-        busy = computing or bool(self._forward or self.process.results)
-        if self._forward:
-            work, self._forward = self._forward, []
-            duration = world.random.uniform(*self.sim.profile.step)
-            if world.chance(self.late):
-                self.sim.struck("late_device", concern.own(self.process))
-                duration = world.random.uniform(*LATE)
-            device.launch(duration, work)
-        if computing:
-            self.process.post(cmd.StepEnd(device.fence()))
+        world, ranks = self.sim.world, self.process.ranks
+        busy = computing or bool(self._forward or any(rank.results for rank in ranks))
+        forward, self._forward = self._forward, {}
+        for rank in ranks:
+            work = forward.get(rank.me.rank)
+            if work:
+                duration = world.random.uniform(*self.sim.profile.step)
+                if world.chance(self.late):
+                    self.sim.struck("late_device", concern.own(rank))
+                    duration = world.random.uniform(*LATE)
+                rank.device.launch(duration, work)
+            if computing:
+                rank.post(cmd.StepEnd(rank.device.fence()))
         self.update()
-        while self.process.results:
-            self._take(self.process.results.popleft())
+        for rank in ranks:
+            while rank.results:
+                self._take(rank.results.popleft(), rank.me.rank)
         self._stepping = False
         if busy or self._step:
             self.stir()
@@ -159,43 +166,51 @@ class Engine:
         """Nothing reads any more from the blocks that were kept under this token."""
         raise NotImplementedError
 
-    def _take(self, result: object) -> None:
+    def _take(self, result: SourceFinished | SinkFinished | SourceQuiet, rank: int) -> None:
+        """Take what a rank reports. As in vLLM, a request is reported when all ranks have, and failed when one has failed."""
         if isinstance(result, SourceQuiet):
             self.quiet(result.token)
             return
-        request_id = getattr(result, "request_id", "")
+        request_id, reason = result.request_id, getattr(result, "reason", None)
         one = self.requests.get(request_id)
-        reason = getattr(result, "reason", None)
         about = one.handoff.id.transfer if one is not None else ""
         self.sim.world.note(self.name, about, f"{request_id}: {type(result).__name__} {reason or ''}")
-        if one is None or not one.owed:
+        if one is None or rank not in one.owed:
             self.sim.violate("double_reports", about, f"{self.name}: {result} was not owed")
             return
-        one.owed = False
-        self.reported(one, result)
+        one.owed.discard(rank)
+        one.failed = one.failed or reason
+        if not one.owed:
+            self.reported(one, replace(result, reason=one.failed) if isinstance(result, SinkFinished) else result)
 
     def write(self, one: Request, start: int, end: int, *, check: int = 0) -> None:
         """Put into this step's forward: read positions [0, check), write [start, end)."""
-        blocks, tag, cells = list(one.blocks), one.tag, self.process.cells
-        seen, unseen = self.process.seen, self.process.unseen
+        for rank in self.process.ranks:
+            for number, head in enumerate(rank.heads):
+                self._write(one, rank, (number, head), (start, end), check)
+
+    def _write(self, one: Request, rank: Process, head: tuple[int, int], span: tuple[int, int], check: int) -> None:
+        (start, end), tag = span, one.tag + head[1] * HEAD
+        stride, first = len(rank.heads) * BLOCK_SIZE, head[0] * BLOCK_SIZE
+        blocks, cells, seen, unseen = list(one.blocks), rank.cells, rank.seen, rank.unseen
 
         def act() -> None:
             for p in range(check):
-                cell = blocks[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE
+                cell = blocks[p // BLOCK_SIZE] * stride + first + p % BLOCK_SIZE
                 if (seen(cell) if cell in unseen else cells[cell]) != tag + p:
                     self.sim.violate(
                         "wrong_bytes",
                         one.handoff.id.transfer,
-                        f"{self.name}: {one.id} reads at position {p}, block {blocks[p // BLOCK_SIZE]}, what is not its own",
+                        f"{rank.name}: {one.id} reads at position {p}, block {blocks[p // BLOCK_SIZE]}, what is not its own",
                     )
                     break
             for p in range(start, end):
-                cell = blocks[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE
+                cell = blocks[p // BLOCK_SIZE] * stride + first + p % BLOCK_SIZE
                 cells[cell] = tag + p
                 if cell in unseen:
                     del unseen[cell]
 
-        self._forward.append(act)
+        self._forward.setdefault(rank.me.rank, []).append(act)
 
     def blocks_missing(self, one: Request, length: int) -> int:
         """How many blocks a request needs to hold so many positions."""

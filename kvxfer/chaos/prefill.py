@@ -25,7 +25,7 @@ class PrefillEngine(Engine):
 
     def __init__(self, sim: Simulation, process: Process, num_blocks: int) -> None:
         super().__init__(sim, process, num_blocks)
-        self.pins = Pins(self.pool, int(sim.profile.pinned * num_blocks), ranks=1)
+        self.pins = Pins(self.pool, int(sim.profile.pinned * num_blocks), ranks=len(process.ranks))
 
     def add(self, one: Request) -> None:
         """Admit a request, as ``on_new_request`` does."""
@@ -119,7 +119,7 @@ class PrefillEngine(Engine):
             self.name, one.handoff.id.transfer, f"{one.id} finishes, {aborted or 'whole'}, held: {held}"
         )
         if held:
-            one.state, one.owed = "held", True
+            one.state, one.owed = "held", set(range(len(self.process.ranks)))
         else:
             self.gone(one)
 

@@ -1,4 +1,4 @@
-"""One life of one simulated engine: its scheduler's and its worker's control channels, the real mover, memory, a clock, a device.
+"""One life of one simulated engine: its scheduler's and its workers' control channels, real movers, memory, a clock, devices.
 
 What threads do in the product, events do here: what the mover says reaches the control channel a moment later, what arrives
 there is put into the mover's mailbox, and the mover takes a turn soon after something has changed. A process may be asleep
@@ -20,6 +20,7 @@ from kvxfer.chaos.fabric import Agent
 from kvxfer.chaos.world import Clock
 from kvxfer.layout.card import RankCard
 from kvxfer.layout.maps import CacheMap, Group, Plane
+from kvxfer.layout.ranks import Shard, heads_of
 from kvxfer.protocol.actions import SinkFinished
 from kvxfer.protocol.ids import RankId
 from kvxfer.protocol.messages import Directory, RankAddress, Report
@@ -38,24 +39,36 @@ if TYPE_CHECKING:
 BLOCK_SIZE = 4
 """Tokens in a block."""
 BLOCK_BYTES = 4 * BLOCK_SIZE
-"""A position holds one tag of 32 bits."""
+"""Of one head: a position holds one tag of 32 bits."""
+HEAD = 1 << 28
+"""Between the tags of two heads at one position."""
 _SEEN = (0.0, 0)
 
 
 class Process:
-    """Both processes of an engine of one rank. ``port`` is the control address; the rank's own is the next one."""
+    """A worker process of an engine; the ``lead``, of rank 0, is also its scheduler process, and makes the others of its size.
 
-    def __init__(self, sim: Simulation, host: str, engine: str, port: int, num_blocks: int) -> None:
+    ``port`` is the control address of the scheduler; the ranks' own are the next ones.
+    """
+
+    def __init__(
+        self, sim: Simulation, host: str, engine: str, port: int, num_blocks: int, *, lead: Process | None = None
+    ) -> None:
         self.sim = sim
         self.host = host
-        self.name = host
+        self.ranks: list[Process] = [self] if lead is None else lead.ranks
+        """All processes of the engine, in the order of ranks."""
+        shard = Shard(0 if lead is None else len(lead.ranks), sim.ranks_at(host))
+        self.name = f"{host}.{shard.rank}" if shard.rank else host
         self.alive = True
-        self.clock = Clock(sim.world, sim.drift_at(host))
+        self.clock: Clock = Clock(sim.world, sim.drift_at(host)) if lead is None else lead.clock
         self.device = Device(self)
         self.awake_at = 0.0
         incarnation = f"{sim.world.random.getrandbits(32):08x}"
-        self.me = RankId(engine, incarnation, 0)
-        self.memory = np.zeros(num_blocks * BLOCK_SIZE, dtype=np.uint32)
+        self.me = RankId(engine, incarnation, shard.rank)
+        self.heads = heads_of(sim.heads, shard)
+        self.block_bytes = len(self.heads) * BLOCK_BYTES
+        self.memory = np.zeros(num_blocks * len(self.heads) * BLOCK_SIZE, dtype=np.uint32)
         self.cells = memoryview(self.memory)  # type: ignore[arg-type]  # arrays are buffers
         base = self.base = self.memory.ctypes.data
         self.loans: list[str | None] = [None] * num_blocks
@@ -65,12 +78,17 @@ class Process:
         self._lent: dict[str, list[int]] = {}
         item = self.memory.itemsize
         tags = Plane(
-            "tags", "uint32", item, (0,), (base,), (0,), 1, BLOCK_BYTES, 0, ((BLOCK_SIZE, item),), ((1, item),)
-        )
+            "tags", "uint32", item, (0,), (base,), self.heads, sim.heads, self.block_bytes, BLOCK_BYTES,
+            ((BLOCK_SIZE, item),), ((1, item),),
+        )  # fmt: skip
         cache = CacheMap((Group(BLOCK_SIZE, num_blocks, (tags,)),), ((base, self.memory.nbytes),), "DRAM")
-        card = RankCard(engine, "tags", 0, 1, 0, 1, "twin", cache, b"")
-        self.worker = Channel(self, self.me, port + 1, sim.timing, sim.connect_timeout)
-        self.scheduler = Channel(self, RankId(engine, incarnation, -1), port, sim.timing, sim.connect_timeout)
+        card = RankCard(engine, "tags", *shard, 0, 1, "twin", cache, b"")
+        self.port = port + 1 + shard.rank
+        self.worker = Channel(self, self.me, self.port, sim.timing, sim.connect_timeout)
+        self.channels = [self.worker]
+        if lead is None:
+            self.scheduler = Channel(self, RankId(engine, incarnation, -1), port, sim.timing, sim.connect_timeout)
+            self.channels.append(self.scheduler)
         self.mover = Mover(
             self.me,
             card,
@@ -88,14 +106,16 @@ class Process:
         self.worker.switchboard.sessions.card = msgspec.structs.replace(
             card, agent=self.mover.transfers.keeper.metadata
         )
-        where = RankAddress(0, incarnation, 0, 0, "", port + 1)
-        self.scheduler.switchboard.directory = Directory(engine, 1, 1, ready=True, ranks=(where,))
-        self.address = cmd.EngineAddress(host, port, engine)
         self.results: deque[SourceFinished | SinkFinished | SourceQuiet] = deque()
         self.on_results: Callable[[], None] = lambda: None
         self._turn_at = float("inf")
         self._held_until = 0.0
         self.fence_seen = -1.0  # by its clock: when trouble last came before the end of a fence
+        if lead is None:
+            for _ in range(1, shard.size):
+                self.ranks.append(Process(sim, host, engine, port, num_blocks, lead=self))
+            where = tuple(RankAddress(r.me.rank, r.me.incarnation, r.me.rank, 0, "", r.port) for r in self.ranks)
+            self.scheduler.switchboard.directory = Directory(engine, shard.size, 1, ready=True, ranks=where)
 
     def _make_agent(self) -> Agent:
         self.sim.fabric.shores[self.me.agent] = self
@@ -141,7 +161,7 @@ class Process:
 
     def _woken(self) -> None:
         if self.alive:
-            for channel in (self.worker, self.scheduler):
+            for channel in self.channels:
                 channel.drain()
 
     def hold_mover(self, seconds: float) -> None:
@@ -151,7 +171,7 @@ class Process:
     def die(self) -> None:
         """Go without a word."""
         self.alive = False
-        for channel in (self.worker, self.scheduler):
+        for channel in self.channels:
             channel.alive = False
             self.sim.network.gone(channel)
         self.sim.fabric.kill(self.me.agent)
@@ -237,14 +257,14 @@ class Process:
 
     def reading(self, address: int) -> tuple[HandoffId, int] | None:
         """Return the handoff, and its attempt, into whose blocks a read goes."""
-        lent_to = self.loans[(address - self.base) // BLOCK_BYTES]
+        lent_to = self.loans[(address - self.base) // self.block_bytes]
         for handoff, one in self.mover.sink._handoffs.items():  # noqa: SLF001
             if handoff.transfer == lent_to:
                 return handoff, one.attempt
         return None
 
     def _blocks(self, address: int, length: int) -> range:
-        return range((address - self.base) // BLOCK_BYTES, (address + length - self.base) // BLOCK_BYTES)
+        return range((address - self.base) // self.block_bytes, -(-(address + length - self.base) // self.block_bytes))
 
     # --- the mover's listener, as in transport/rank.py --------------------------------------------------------------
 

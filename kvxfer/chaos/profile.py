@@ -216,6 +216,14 @@ SLEEPERS = Profile(
 INTRODUCED = 0.25
 """Share of worlds whose engines are introduced to each other, of every kind."""
 
+HEADS = 2
+"""KV heads of the model in worlds whose engines have several ranks."""
+
+PARALLEL = ((1, 2), (2, 1), (2, 2), (4, 2), (2, 4), (4, 1))
+"""Tensor-parallel ranks of (prefill, decode) engines in such a world. Of four ranks two hold replicas."""
+SHARE_PARALLEL = 0.2
+"""Share of such worlds, of every kind."""
+
 CYCLE = (CALM, MIXED, PREEMPTIONS, OVERHEARD, USURPERS, DEAF, ECHOES, SLEEPERS, SLOW_READS, REBIRTHS)
 
 
@@ -227,6 +235,12 @@ def profile_of(seed: int) -> Profile:
 def introduced(seed: int) -> bool:
     """Tell whether a seed's engines are introduced to each other, and connect before their first handoff."""
     return Random(f"introductions in {seed}").random() < INTRODUCED  # noqa: S311 - a kind of world
+
+
+def parallel(seed: int) -> tuple[int, int]:
+    """Return how many ranks a seed's prefill and decode engines have."""
+    draw = Random(f"ranks in {seed}")  # noqa: S311 - a kind of world
+    return draw.choice(PARALLEL) if draw.random() < SHARE_PARALLEL else (1, 1)
 
 
 def seeds_of(name: str, count: int) -> list[int]:

@@ -25,7 +25,7 @@ from kvxfer.chaos.outcomes import kind_of
 from kvxfer.chaos.possible import POSSIBLE
 from kvxfer.chaos.prefill import PrefillEngine
 from kvxfer.chaos.process import BLOCK_SIZE, Process, settings_of
-from kvxfer.chaos.profile import Profile, introduced, profile_of
+from kvxfer.chaos.profile import HEADS, Profile, introduced, parallel, profile_of
 from kvxfer.chaos.trouble import Trouble
 from kvxfer.chaos.world import World
 from kvxfer.protocol.auth import Secret
@@ -127,6 +127,8 @@ class Simulation:
         profile = self.profile = profile or profile_of(seed)
         self.secret = SECRET if profile.secret else None
         self.introduced = introduced(seed)
+        self.parallel = parallel(seed)
+        self.heads = 1 if self.parallel == (1, 1) else HEADS
         world = self.world = World(seed, keep=keep)
         draw = world.random
         self.network = Network(self)
@@ -199,22 +201,23 @@ class Simulation:
         self._settle_in(self.slots[-1])
 
     def _settle_in(self, slot: Slot) -> None:
-        self._all.append(slot.process)
+        self._all.extend(slot.process.ranks)
         if isinstance(slot.engine, DecodeEngine):
             slot.engine.policy = self.world.random.choice(("recompute", "recompute", "fail"))
             self._introduce(slot.process)
 
     def _introduce(self, decode: Process) -> None:
-        """Let both processes of a decode engine stay connected with every prefill engine."""
+        """Let all processes of a decode engine stay connected with every prefill engine."""
         for slot in self.slots if self.introduced else ():
             if slot.prefills:
-                for channel in (decode.worker, decode.scheduler):
+                for channel in [channel for rank in decode.ranks for channel in rank.channels]:
                     channel.keep(cmd.EngineAddress(slot.host, PORT, ""))
 
     def kill(self, slot: Slot) -> None:
         """Let a process die."""
         self.world.note(slot.host, "", "dies")
-        slot.process.die()
+        for rank in slot.process.ranks:
+            rank.die()
 
     def restart(self, slot: Slot, *, renamed: bool) -> None:
         """Start another life at the same address, after the last one's death."""
@@ -232,7 +235,8 @@ class Simulation:
     def _end(self, process: Process) -> None:
         if process.alive:
             self.world.note(process.host, "", f"{process.me.agent}, whose place was taken, dies")
-            process.die()
+            for rank in process.ranks:
+                rank.die()
 
     def _start(self, slot: Slot) -> None:
         self.world.note(slot.host, "", f"starts anew as {slot.engine_id}")
@@ -245,6 +249,10 @@ class Simulation:
     def slot(self, host: str) -> Slot:
         """Return a host's."""
         return next(s for s in self.slots if s.host == host)
+
+    def ranks_at(self, host: str) -> int:
+        """Return how many tensor-parallel ranks an engine has."""
+        return self.parallel[host.startswith("d")]
 
     def drift_at(self, host: str) -> float | None:
         """Return by how much a host's clock is wrong; None for a little."""
@@ -295,10 +303,7 @@ class Simulation:
 
     def _quiet(self) -> bool:
         return not self.legs.to_come and not any(
-            s.process.asleep
-            or s.engine.requests
-            or s.process.results
-            or len(s.process.mover.source)
-            or len(s.process.mover.sink)
+            s.engine.requests
+            or any(r.asleep or r.results or len(r.mover.source) or len(r.mover.sink) for r in s.process.ranks)
             for s in self.living()
         )

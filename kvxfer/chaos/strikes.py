@@ -189,7 +189,8 @@ class Strikes:
         self.sim.usurp(slot, seconds=draw.uniform(1.0, 8.0))
         starved = draw.random() < STARVED
         if starved:
-            self.sim.world.after(0.2, self._starve, old)
+            for rank in old.ranks:
+                self.sim.world.after(0.2, self._starve, rank)
         for wire in self.sim.network.connected():
             if slot.host in (wire.owner.host, wire.where[0]) and (starved or draw.random() < 0.7):  # noqa: PLR2004
                 wait = 0.15 if starved else draw.choice((0.0, 1.0))
@@ -199,7 +200,7 @@ class Strikes:
     def _starve(self, old: Process) -> None:
         """Let a mover not run until one of its leases is about to end; it then posts all that has become final meanwhile."""
         now, draw = old.clock(), self.sim.world.random
-        sinks = {one.sink.rank for one in old.mover.source._handoffs.values() if one.sink is not None}  # noqa: SLF001
+        sinks = {rank for one in old.mover.source._handoffs.values() for rank in one.sinks}  # noqa: SLF001
         sessions = [old.worker.switchboard.sessions.get(rank) for rank in sorted(sinks)]
         leases = [session.liveness.may_post_until for session in sessions if session is not None]
         if old.alive and leases:
@@ -216,22 +217,28 @@ class Strikes:
             seconds = draw.uniform(*self.sim.profile.sleep)
             slot = target.source if target.source is not None and target.source.process.alive else slot
         self._note("pause", concern.of_process(self.sim, slot.host), f"{slot.host} sleeps for {seconds:.3f} s")
-        slot.process.pause(seconds)
+        for rank in self._some(slot.process.ranks):
+            rank.pause(seconds)
         return True
 
+    def _some(self, ranks: list[Process]) -> list[Process]:
+        """Pick all ranks of an engine, or one of them."""
+        draw = self.sim.world.random
+        return ranks if len(ranks) == 1 or draw.random() < 0.5 else [draw.choice(ranks)]  # noqa: PLR2004
+
     def _late_mover(self, target: Target) -> bool:
-        process = target.aimed.process
-        if process.alive:
-            self.sim.struck("late_mover", concern.own(process))
-            process.hold_mover(self.sim.world.random.uniform(0.0, 0.5))
-        return process.alive
+        for process in self._some(target.aimed.process.ranks):
+            if process.alive:
+                self.sim.struck("late_mover", concern.own(process))
+                process.hold_mover(self.sim.world.random.uniform(0.0, 0.5))
+        return target.aimed.process.alive
 
     def _late_device(self, target: Target) -> bool:
-        process = target.aimed.process
-        if process.alive:
-            self.sim.struck("late_device", concern.own(process))
-            process.device.delay(self.sim.world.random.uniform(*LATE))
-        return process.alive
+        for process in self._some(target.aimed.process.ranks):
+            if process.alive:
+                self.sim.struck("late_device", concern.own(process))
+                process.device.delay(self.sim.world.random.uniform(*LATE))
+        return target.aimed.process.alive
 
     # --- one handoff ------------------------------------------------------------------------------------------------
 
