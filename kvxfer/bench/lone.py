@@ -59,7 +59,9 @@ def layer_major(memory: np.ndarray[Any, np.dtype[np.uint8]], block_size: int, **
 
 
 class LoneRank:
-    """One engine of a single rank.
+    """One engine of a single rank; or, with ``shard`` or ``stage`` (its number and how many there are), a rank of one of several.
+
+    Of several ranks the first one's ``address`` is the engine's once it has been told of all (``lead``).
 
     ``make_agent`` gets the agent's name. ``changes`` override fields of the plane that peers are told; ``settings`` the mover's.
     ``staging_bytes``: of an area in which it re-packs what it receives. ``cache`` is memory of the caller's in place of its own.
@@ -87,12 +89,15 @@ class LoneRank:
         secret: Secret | None = None,
         staging_bytes: int = 0,
         cache: CacheMap | None = None,
+        shard: tuple[int, int] = (0, 1),
+        stage: tuple[int, int] = (0, 1),
         **settings: Any,
     ) -> None:
         self.block_size = block_size
         self.memory = np.zeros((layers, num_blocks, block_bytes), dtype=np.uint8)
         self.cache = cache or layer_major(self.memory, block_size, **(changes or {}))
-        self.me = RankId(engine, secrets.token_hex(4), 0)
+        self.me = RankId(engine, secrets.token_hex(4), stage[0] * shard[1] + shard[0])
+        self.shard, self.stage = shard, stage
         self.platform = platform or HostPlatform(fence_delay=0)
         self.staging = self.platform.staging(staging_bytes, 0) if staging_bytes else None
         area = None
@@ -101,7 +106,7 @@ class LoneRank:
         # One channel plays both parts: the engine's control address and the rank's.
         self.threads = RankThreads(
             self.me,
-            RankCard(engine, model, 0, 1, 0, 1, backend, self.cache, b"", area),
+            RankCard(engine, model, *shard, *stage, backend, self.cache, b"", area),
             lambda: make_agent(self.me.agent),
             MoverSettings(**{"mode": mode, **settings}),
             timing or Timing(),
@@ -113,10 +118,18 @@ class LoneRank:
             repack=self.platform.repack,
         )
         self.mover, self.control = self.threads.mover, self.threads.control
-        where = RankAddress(0, self.me.incarnation, 0, 0, "", self.control.port)
-        self.control.publish(Directory(engine, 1, 1, ready=True, ranks=(where,)))
+        self.lead([self.where])
         self.threads.start()
         self.finished: list[SourceFinished | SinkFinished | SourceQuiet] = []
+
+    @property
+    def where(self) -> RankAddress:
+        """Where this rank listens."""
+        return RankAddress(self.me.rank, self.me.incarnation, self.shard[0], self.stage[0], "", self.control.port)
+
+    def lead(self, ranks: Sequence[RankAddress]) -> None:
+        """Tell peers of all ranks of the engine, of which this is the first."""
+        self.control.publish(Directory(self.me.engine, self.shard[1], self.stage[1], ready=True, ranks=tuple(ranks)))
 
     # --- the engine's part ------------------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """A rank in a process of its own, over real NIXL, driven by lines of JSON on its standard input. Run as a module.
 
-Commands: fill, put, wrong, prefill, open, wait, cancel, digest, arrived, record, idle, clock, keep, busy, counters, connections, sessions, quit. Each is answered by one line of JSON.
+Commands: the methods of ``Driver``, and quit. Each is answered by one line of JSON.
 """
 
 from __future__ import annotations
@@ -43,6 +43,18 @@ class Late:
         return time.monotonic() >= self.at
 
 
+def in_heads(mine: list[int], total: int) -> dict:
+    """What makes a rank one that holds these heads of so many, in blocks of four tokens of 16 bytes a head."""
+    whole = {
+        "heads": tuple(mine),
+        "total_heads": total,
+        "head_stride": 64,
+        "tokens": ((4, 16),),
+        "channels": ((16, 1),),
+    }
+    return {"changes": whole, "block_size": 4, "block_bytes": 64 * len(mine)}
+
+
 class Driver:
     def __init__(self, options: dict) -> None:
         backend = options.pop("backend", "LIBFABRIC")
@@ -51,6 +63,9 @@ class Driver:
         timing = options.pop("timing", (0.5, 5.0, 2.0, 0.2))
         layout = options.pop("layout", None)
         self.laid_out = None if layout is None else KINDS[layout]()
+        heads = options.pop("heads", None)
+        if heads is not None:
+            options |= in_heads(*heads)
         if self.laid_out is not None:
             options |= {"cache": self.laid_out.cache, "block_size": self.laid_out.block}
         self.rank = Rank(
@@ -83,8 +98,18 @@ class Driver:
     def cancel(self, request):
         self.rank.begin(cancelled=[cmd.SinkCancel(request, "cancelled by the test")])
 
-    def digest(self, blocks):
-        return hashlib.sha256(self.rank.memory[:, blocks].tobytes()).hexdigest()
+    def digest(self, blocks, head=None):
+        """Digest blocks of all layers, or one head's part of them."""
+        part = slice(None) if head is None else slice(64 * head, 64 * (head + 1))
+        return hashlib.sha256(self.rank.memory[:, blocks, part].tobytes()).hexdigest()
+
+    def where(self):
+        """Where this rank of an engine listens."""
+        return msgspec.to_builtins(self.rank.where)
+
+    def lead(self, ranks):
+        """Be the first of an engine's ranks."""
+        self.rank.lead(msgspec.convert(ranks, list[messages.RankAddress]))
 
     def arrived(self, blocks):
         """How many of these blocks, in all layers, hold anything at their end."""

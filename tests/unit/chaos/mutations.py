@@ -15,7 +15,7 @@ from kvxfer.protocol.actions import Send, SourceFinished
 from kvxfer.protocol.ids import RankId
 from kvxfer.protocol.intervals import IntervalSet
 from kvxfer.protocol.messages import Seal
-from kvxfer.protocol.source_data import Pin
+from kvxfer.protocol.source_data import Pin, SourceHandoff
 from kvxfer.protocol.source_delivery import Delivery
 from kvxfer.transport import approaches, links, mover, sessions, steps, switchboard
 
@@ -36,8 +36,9 @@ class Passed:
 
 
 def wrap(patch, cls, name, make):
-    """Replace a method by ``make(original)``."""
-    patch.setattr(cls, name, make(vars(cls)[name]))
+    """Replace a method, where it is defined, by ``make(original)``."""
+    owner = next(one for one in cls.__mro__ if name in vars(one))
+    patch.setattr(owner, name, make(vars(owner)[name]))
 
 
 # --- fences ----------------------------------------------------------------------------------------------------------------
@@ -113,12 +114,12 @@ def cancelled_source_answers_at_once(patch):
 
     def make(original):
         def advance(self, one, now):
-            if one.sink is None or one.state is not source.State.SERVED:
-                yield from original(self, one, now)
-                return
-            flying, one.sink.in_flight = one.sink.in_flight, {}
+            flying = {rank: where.in_flight for rank, where in one.sinks.items() if where.served}
+            for rank in flying:
+                one.sinks[rank].in_flight = {}
             yield from original(self, one, now)
-            one.sink.in_flight = flying
+            for rank, kept in flying.items():
+                one.sinks[rank].in_flight = kept
 
         return advance
 
@@ -158,19 +159,15 @@ def reader_is_gone_while_it_reads(patch):
     """A cancelled pull closes although its read is in flight."""
 
     def make(original):
-        def finish(self, one, reason):
-            one.reading = None
-            yield from original(self, one, reason)
+        def cancel(self, one, *reason):
+            for part in one.parts.values():
+                part.reading = None
+            yield from original(self, one, *reason)
 
-        return finish
+        return cancel
 
-    wrap(patch, sink.Sink, "_finish_pull", make)
-    wrap(
-        patch,
-        sink.Sink,
-        "_cancel",
-        lambda original: lambda self, one, reason: (setattr(one, "reading", None), original(self, one, reason))[1],
-    )
+    wrap(patch, sink.Sink, "_end_pull", make)
+    wrap(patch, sink.Sink, "_cancel", make)
 
 
 # --- generations, attempts, incarnations -----------------------------------------------------------------------------------
@@ -194,12 +191,13 @@ def source_keeps_its_generation(patch):
     """A preempted source does not write again what it has written."""
 
     def make(original):
-        def preempt(self, request_id, now):
+        def preempt(self, request_id, now, token=0):
             one = self._of(request_id)
-            old = None if one is None or one.sink is None else (one.generation, one.sink.posted, one.sink.written)
-            actions = list(original(self, request_id, now))
-            if old is not None:
-                one.generation, one.sink.posted, one.sink.written = old
+            old = [] if one is None else [(where, where.posted, where.written) for where in one.sinks.values()]
+            generation = 0 if one is None else one.generation
+            actions = list(original(self, request_id, now, token))
+            for where, posted, written in old:
+                one.generation, where.posted, where.written = generation, posted, written
             yield from actions
 
         return preempt
@@ -245,7 +243,7 @@ def sealed_when_posted(patch):
     def seal(self, one, where):
         if one.state is source.State.FINAL and where.posted.covers(where.start, where.end):
             yield Send(where.rank, Seal(one.id, where.attempt, one.generation, one.final))
-            yield from self._serve(one, source.Event.SERVE, "done", tell=False)
+            yield from self._serve_one(one, where, "done", tell=False)
 
     patch.setattr(Delivery, "_seal", seal)
 
@@ -327,7 +325,7 @@ def said_again_begins_anew(patch):
         source.Source,
         "register",
         lambda original: (
-            lambda self, frm, message, now: original(self, frm, msgspec.structs.replace(message, again=False), now)
+            lambda self, frm, message, *more: original(self, frm, msgspec.structs.replace(message, again=False), *more)
         ),
     )
 
@@ -408,7 +406,8 @@ def read_counts_after_its_lease(patch):
 
     def make(original):
         def done(self, transfer, now):
-            self._transfers[transfer].valid_until = math.inf
+            one, frm = self._transfers[transfer]
+            one.parts[frm].valid_until = math.inf
             yield from original(self, transfer, now)
 
         return done
@@ -455,9 +454,9 @@ def early_registrations_are_forgotten(patch):
     """The source does not park what comes before its own engine has the request."""
 
     def make(original):
-        def register(self, frm, message: Register, now):
+        def register(self, frm, message: Register, *more):
             if message.handoff in self._handoffs:
-                yield from original(self, frm, message, now)
+                yield from original(self, frm, message, *more)
 
         return register
 
@@ -603,6 +602,130 @@ def replays_are_admitted(patch):
         return admit
 
     wrap(patch, links.Links, "admit", make)
+
+
+# --- engines of several ranks ----------------------------------------------------------------------------------------------
+
+
+@mutation
+def blocks_go_back_after_the_first_sink(patch):
+    """A source finishes although writes to a second sink rank are in flight."""
+
+    def make(original):
+        def advance(self, one, now):
+            others = list(one.sinks.values())[1:] if one.state is source.State.SERVED else []
+            flying = [where.in_flight for where in others]
+            for where in others:
+                where.in_flight = {}
+            yield from original(self, one, now)
+            for where, kept in zip(others, flying, strict=True):
+                where.in_flight = kept
+
+        return advance
+
+    wrap(patch, Delivery, "_advance", make)
+
+
+@mutation
+def finished_after_the_first_of_several_sinks(patch):
+    """A source does not wait for the sink ranks that have not registered."""
+    patch.setattr(SourceHandoff, "attended", property(lambda one: bool(one.sinks or one.declined)))
+
+
+@mutation
+def a_grant_is_shared_by_all_readers(patch):
+    """The first reader that releases the blocks releases them for all."""
+
+    def make(original):
+        def release(self, frm, message, *more):
+            one = self._handoffs.get(message.handoff)
+            for where in () if one is None else one.sinks.values():
+                where.served = where.served or where.mode == "pull"
+            if one is not None and frm in one.sinks and one.state is not source.State.SERVED:
+                one.sinks[frm].served = False
+            yield from original(self, frm, message, *more)
+
+        return release
+
+    wrap(patch, source.Source, "release", make)
+
+
+@mutation
+def a_grant_of_one_rank_is_a_lease_of_all(patch):
+    """What one source rank has promised counts for the reads from others."""
+
+    def make(original):
+        def grant(self, frm, message, now):
+            yield from original(self, frm, message, now)
+            one, _ = self._part(message.handoff, message.attempt, frm.agent)
+            for part in () if one is None else one.parts.values():
+                part.valid_until = max(other.valid_until for other in one.parts.values())
+
+        return grant
+
+    wrap(patch, sink.Sink, "grant", make)
+
+
+@mutation
+def quiet_by_one_part_counts_for_all(patch):
+    """A cancelled push ends when the first source rank has acknowledged."""
+
+    def make(original):
+        def acknowledged(self, frm, message):
+            one, _ = self._part(message.handoff, message.attempt, frm.agent)
+            for part in () if one is None or one.state is not sink.State.CANCELLING else one.parts.values():
+                part.quiet = True
+            yield from original(self, frm, message)
+
+        return acknowledged
+
+    wrap(patch, sink.Sink, "cancel_ack", make)
+
+
+@mutation
+def received_when_one_part_is(patch):
+    """A push is complete when what one source rank writes is."""
+
+    def make(original):
+        def check(self, one):
+            kept = one.parts
+            for rank, part in kept.items():
+                one.parts = {rank: part}
+                yield from original(self, one)
+            one.parts = kept
+
+        return check
+
+    wrap(patch, sink.Sink, "_check", make)
+
+
+@mutation
+def a_pull_ends_with_its_first_read(patch):
+    """A cancelled pull closes although its read from another rank is in flight."""
+
+    def make(original):
+        def read(self, transfer):
+            one, part = original(self, transfer)
+            for other in one.parts.values():
+                other.reading = None
+            return one, part
+
+        return read
+
+    wrap(patch, sink.Sink, "_read", make)
+
+
+@mutation
+def one_ranks_word_frees_lost_blocks(patch):
+    """Blocks that a preemption took away are given to others when the first rank reads them no more."""
+
+    def make(original):
+        def quiet(self, heard):
+            original(self, dict.fromkeys(heard, self._ranks))
+
+        return quiet
+
+    wrap(patch, Pins, "quiet", make)
 
 
 # --- connections before the first handoff ------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvxfer.chaos.profile import CYCLE, introduced, seeds_of
+from kvxfer.chaos.profile import CYCLE, introduced, parallel, seeds_of
 from kvxfer.chaos.simulation import Simulation
 from tests.unit.chaos.mutations import BEHIND_ANOTHER, MUTATIONS, NOT_MET
 
@@ -62,6 +62,17 @@ FOUND_WHERE_INTRODUCED = {
     "promises_end_with_their_sessions": "slow reads",
 }
 """Guards of connections that are made before the first handoff: worlds without introductions have none."""
+FOUND_WHERE_PARALLEL = {
+    "blocks_go_back_after_the_first_sink": "usurpers",
+    "finished_after_the_first_of_several_sinks": "calm",
+    "a_grant_is_shared_by_all_readers": "slow reads",
+    "a_grant_of_one_rank_is_a_lease_of_all": "slow reads",
+    "quiet_by_one_part_counts_for_all": "mixed",
+    "received_when_one_part_is": "calm",
+    "a_pull_ends_with_its_first_read": "slow reads",
+    "one_ranks_word_frees_lost_blocks": "preemptions",
+}
+"""Guards of engines of several ranks."""
 PROFILE = {name: profile for profile, names in FOUND_IN.items() for name in names}
 
 
@@ -70,7 +81,7 @@ def seeds_below(profile, limit=2000):
 
 
 def test_every_guard_has_its_place():
-    early = FOUND_WHERE_INTRODUCED.keys()
+    early = FOUND_WHERE_INTRODUCED.keys() | FOUND_WHERE_PARALLEL.keys()
     assert PROFILE.keys() | early | BEHIND_ANOTHER.keys() | NOT_MET.keys() == MUTATIONS.keys()
     assert not early & (PROFILE.keys() | BEHIND_ANOTHER.keys() | NOT_MET.keys())
     assert not PROFILE.keys() & (BEHIND_ANOTHER.keys() | NOT_MET.keys())
@@ -88,6 +99,12 @@ def test_a_missing_guard_is_found(name, monkeypatch):
 def test_a_missing_guard_of_early_connections_is_found(name, monkeypatch):
     MUTATIONS[name](monkeypatch)
     assert_found(name, [seed for seed in seeds_below(FOUND_WHERE_INTRODUCED[name]) if introduced(seed)])
+
+
+@pytest.mark.parametrize("name", FOUND_WHERE_PARALLEL)
+def test_a_missing_guard_of_engines_of_several_ranks_is_found(name, monkeypatch):
+    MUTATIONS[name](monkeypatch)
+    assert_found(name, [seed for seed in seeds_below(FOUND_WHERE_PARALLEL[name]) if parallel(seed) != (1, 1)])
 
 
 def assert_found(name, seeds):
