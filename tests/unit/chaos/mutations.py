@@ -768,6 +768,10 @@ BEHIND_ANOTHER = {
         "only the answer to the last question counts, and the next question follows about a second later: one of some 1,700 deaf "
         "worlds meets what is left. tests/unit/transport/test_approaches.py attacks it directly"
     ),
+    "source_keeps_its_generation": (
+        "blocks that a preemption took away are pinned while a write reads them, so what was written before it is the "
+        "request's own KV, and as good as what is computed anew"
+    ),
     "acts_before_it_listens": (
         "blocks that a preemption took away are pinned while a write reads them, so what is sealed one round too early is the "
         "request's own KV all the same"
@@ -791,6 +795,10 @@ BEHIND_ANOTHER = {
 """Guards that nothing depends on, since others stand behind them: these save time. Why no seed can find that they are gone."""
 
 NOT_MET = {
+    "a_grant_of_one_rank_is_a_lease_of_all": (
+        "grants of an engine's ranks are asked for and given together, and one that is asleep frees nothing; "
+        "tests/unit/protocol/test_parallel_sink.py attacks it directly"
+    ),
     "ended_sessions_go_on_speaking": (
         "found in deaf worlds until lost sources were called back at once; tests/unit/transport/test_switchboard.py attacks it "
         "directly, and a kind of world that meets it again is wanted"

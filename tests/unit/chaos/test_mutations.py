@@ -30,7 +30,6 @@ FOUND_IN = {
     "preemptions": (
         "preemption_forgets_what_waits",
         "sink_takes_any_generation",
-        "source_keeps_its_generation",
         "two_writes_to_a_position_fly",
         "sealed_when_posted",
         "notifications_are_counted",
@@ -66,9 +65,8 @@ FOUND_WHERE_PARALLEL = {
     "blocks_go_back_after_the_first_sink": "usurpers",
     "finished_after_the_first_of_several_sinks": "calm",
     "a_grant_is_shared_by_all_readers": "slow reads",
-    "a_grant_of_one_rank_is_a_lease_of_all": "slow reads",
-    "quiet_by_one_part_counts_for_all": "mixed",
-    "received_when_one_part_is": "calm",
+    "quiet_by_one_part_counts_for_all": "rebirths",
+    "received_when_one_part_is": "mixed",
     "a_pull_ends_with_its_first_read": "slow reads",
     "one_ranks_word_frees_lost_blocks": "preemptions",
 }
