@@ -4,7 +4,8 @@ A handoff that is received through slots has them for as long as it has its bloc
 slots another's. When everything is in the slots, the platform moves it into the blocks, and the handoff is reported when the
 platform's fence has passed; a re-pack that fails is a load that failed.
 
-Slots are laid out after the source's blocks. Sources whose blocks are alike share the area; others wait until it is empty.
+Slots are laid out after the source's blocks. Sources whose blocks are alike share the area, whichever heads and layers are in
+them; others wait until it is empty.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from array import array
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from kvxfer.errors import TransportError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from kvxfer.layout.maps import CacheMap
+    from kvxfer.layout.maps import CacheMap, Plane
     from kvxfer.layout.repack import Call
     from kvxfer.layout.route import Route
     from kvxfer.platform import Fence
@@ -53,6 +56,22 @@ class _Staged:
     done: SinkFinished | None = None
 
 
+def _anonymous(geometry: CacheMap | None) -> CacheMap | None:
+    """Return where slots lie, whatever heads and layers are in them: ranks of one engine differ in nothing else."""
+    if geometry is None:
+        return None
+    groups = (
+        msgspec.structs.replace(group, planes=tuple(_numbered(plane) for plane in group.planes))
+        for group in geometry.groups
+    )
+    return msgspec.structs.replace(geometry, groups=tuple(groups))
+
+
+def _numbered(plane: Plane) -> Plane:
+    heads, layers = tuple(range(len(plane.heads))), tuple(range(len(plane.layers)))
+    return msgspec.structs.replace(plane, heads=heads, layers=layers)
+
+
 class Staging:
     """Of one mover, in its thread. ``repack`` is the platform's, None where it does not re-pack."""
 
@@ -81,7 +100,8 @@ class Staging:
                 "staging_bytes, or set the same --block-size on both engines"
             )
         first = next(iter(self._waiting), wanted.handoff)
-        if first != wanted.handoff or not self._fits({routes[rank].geometry for rank in needs}, slots, need):
+        geometries = {_anonymous(routes[rank].geometry) for rank in needs}
+        if first != wanted.handoff or not self._fits(wanted.handoff, geometries, slots, need):
             self._waiting[wanted.handoff] = ranks or tuple(routes)
             return None
         self._waiting.pop(wanted.handoff, None)
@@ -92,10 +112,11 @@ class Staging:
         self._staged[wanted.handoff] = staged
         return staged.slots
 
-    def _fits(self, geometries: set[CacheMap | None], slots: int, need: int) -> bool:
+    def _fits(self, wanted: HandoffId, geometries: set[CacheMap | None], slots: int, need: int) -> bool:
         if len(geometries) > 1:
             raise TransportError(
-                "ranks whose blocks are laid out differently cannot share a staging area: use one layout"
+                f"{wanted} is to be re-packed from ranks whose blocks are laid out differently, which cannot share a staging "
+                "area: set the same --block-size and layout on both engines"
             )
         (geometry,) = geometries
         if geometry != self._geometry:

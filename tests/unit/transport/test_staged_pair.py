@@ -7,6 +7,7 @@ import time
 import numpy as np
 import pytest
 
+from kvxfer.layout.ranks import Shard, heads_of
 from kvxfer.protocol.actions import SinkFinished, SourceFinished
 from kvxfer.protocol.ids import HandoffId
 from kvxfer.transport import commands as cmd
@@ -252,3 +253,50 @@ def test_slots_are_nobody_elses_while_a_write_into_them_may_land(ranks) -> None:
     p.prefill(HandoffId("y"), "p2", [1, 2, 3, 4, 5], 20)
     assert d.wait("d2").reason is None
     assert np.array_equal(d.tokens([3, 4])[:, :20], p.tokens([1, 2, 3, 4, 5]))
+
+
+class Sharded(VecRank):
+    """A rank that holds these heads of two, each [channel][token] inside a block."""
+
+    def __init__(self, engine: str, fabric: TwinFabric, block_size: int, shard: tuple[int, int], **options) -> None:
+        heads = heads_of(2, Shard(*shard))
+        size = block_size * CONTENT
+        inside = {"heads": heads, "total_heads": 2, "head_stride": size}
+        inside |= {"tokens": ((block_size, 1),), "channels": ((CONTENT, block_size),)}
+        options |= {"changes": inside, "block_bytes": len(heads) * size, "shard": shard}
+        super().__init__(engine, fabric, block_size, **options)
+        self.heads = heads
+
+    def head(self, head: int, blocks: list[int]) -> np.ndarray:
+        """What these blocks hold of a head: [layer, position, channel]."""
+        layers, number = self.memory.shape[0], self.heads.index(head)
+        inside = self.memory[:, blocks].reshape(layers, len(blocks), len(self.heads), CONTENT, self.block_size)
+        return inside[:, :, number].transpose(0, 1, 3, 2).reshape(layers, -1, CONTENT)
+
+
+@pytest.mark.parametrize("mode", ["push", "pull"])
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (2, 2)])
+def test_ranks_of_unequal_engines_are_re_packed_as_well(mode, sizes) -> None:
+    """Two source ranks have slots of one area, whose blocks differ in nothing but their heads."""
+    fabric, tokens = TwinFabric(), 45
+    p = [Sharded("p", fabric, 4, (rank, sizes[0]), mode=mode) for rank in range(sizes[0])]
+    d = [Sharded("d", fabric, 16, (rank, sizes[1]), mode=mode, staging_bytes=1 << 20) for rank in range(sizes[1])]
+    try:
+        p[0].lead([rank.where for rank in p])
+        source, sink = list(range(5, 5 + need(tokens, 4))), [7, 3, 9]
+        for seed, rank in enumerate(p):
+            rank.fill(source, seed)
+            rank.prefill(H, "p1", source, tokens)
+        for rank in d:
+            rank.open(H, "d1", p[0].address, sink, tokens)
+        assert [rank.wait("d1") for rank in d] == [SinkFinished(H, "d1", None)] * sizes[1]
+        assert [rank.wait("p1") for rank in p] == [SourceFinished(H, "p1")] * sizes[0]
+        for rank in d:
+            for head in rank.heads:
+                (giver,) = [one for one in p if head in one.heads]
+                assert np.array_equal(rank.head(head, sink)[:, :tokens], giver.head(head, source)[:, :tokens])
+            assert len(rank.mover._staging._free) > 0
+            assert not rank.mover._staging._staged
+    finally:
+        for rank in p + d:
+            rank.close()
