@@ -7,19 +7,23 @@ on an accelerator. The fabric is the in-memory twin.
 
 With a ``window`` it is a hybrid: the last layer attends to so many positions, its group has a block table of its own, and both
 groups' layers lie over each other in the same memory, as vLLM lays them.
+
+With ``tp`` it has several worker ranks, each with its heads, whose outputs vLLM's own aggregator combines.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 from collections import deque
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
 from vllm.sampling_params import SamplingParams
@@ -37,6 +41,7 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 from kvxfer.bench.process import free_ports
 from kvxfer.connector import connectors
 from kvxfer.connector.worker import WorkerHalf
+from kvxfer.layout.ranks import Shard, heads_of
 from kvxfer.transport.twin import TwinAgent, TwinFabric
 from kvxfer_host import HostPlatform
 
@@ -46,6 +51,12 @@ LAYERS, HEADS, DIM = 2, 1, 4
 def tag(tokens: list[int]) -> int:
     """What the KV at the last of these positions is: a function of every token up to it."""
     return int.from_bytes(hashlib.blake2b(np.asarray(tokens, dtype=np.int64).tobytes(), digest_size=4).digest(), "big")
+
+
+class _Rank(NamedTuple):
+    worker: Any
+    active: Any
+    caches: dict[str, Any]
 
 
 class SimEngine:
@@ -72,8 +83,11 @@ class SimEngine:
         role: str = "kv_both",
         window: int | None = None,
         note: int | None = None,
+        tp: int = 1,
+        heads: int = HEADS,
         **settings: Any,
     ) -> None:
+        self.heads = [heads_of(heads, Shard(rank, tp)) for rank in range(tp)]
         self.window = (
             window  # of the last layer, in a group of its own; ``note`` is written down in a group of all layers
         )
@@ -98,11 +112,12 @@ class SimEngine:
                 "kv_connector_extra_config": {"control_port": port, "leg_timeout": 5.0, "drain_bound": 0.3, **settings},
             },
         ).create_engine_config()
+        self.config.parallel_config.tensor_parallel_size = tp
         self.config.cache_config.num_gpu_blocks = num_blocks
         self.config.cache_config.block_size = block_size
         self.config.scheduler_config.async_scheduling = ahead  # which vLLM's CPU platform turns off
         names = [f"layers.{i}" for i in range(LAYERS)]
-        shape = {"block_size": block_size, "num_kv_heads": HEADS, "head_size": DIM, "dtype": torch.float32}
+        shape = {"block_size": block_size, "num_kv_heads": len(self.heads[0]), "head_size": DIM, "dtype": torch.float32}
         groups = [
             KVCacheGroupSpec(names if window is None else names[:-1], FullAttentionSpec(**shape, sliding_window=note))
         ]
@@ -125,8 +140,6 @@ class SimEngine:
         self.scheduler.use_v2_model_runner = runner == "v2"
         self._launched: deque[tuple[Any, ModelRunnerOutput]] = deque()
         self._ahead = 1 if ahead else 0
-        tensors, self.caches = self._allocate(names, num_blocks)
-        platform_here = self.platform
 
         class Worker(WorkerHalf):
             def make_agent(self) -> TwinAgent:
@@ -134,14 +147,12 @@ class SimEngine:
 
         cls = getattr(connectors, f"Kvxfer{mode.capitalize()}Connector")
         self.connector_class = type(cls.__name__, (cls,), {"worker_half": Worker})
-        with _Patched(platform_here):
-            self.worker = self.connector_class(self.config, connectors.KVConnectorRole.WORKER, self.kv_config)
-            kv_transfer_state._KV_CONNECTOR_AGENT = self.worker
-            if runner == "v2":
-                self.active = ActiveKVConnector(self.config, tensors)
-            else:
-                self.worker.register_kv_caches(tensors)
-        self.scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): self.worker.get_handshake_metadata()})
+        self.ranks = [self._start_rank(rank, names, num_blocks) for rank in range(tp)]
+        self.worker, self.active, self.caches = self.ranks[0]
+        self._aggregator = KVOutputAggregator(tp)
+        self.scheduler.connector.set_xfer_handshake_metadata_pp_aware(
+            {(0, rank): one.worker.get_handshake_metadata() for rank, one in enumerate(self.ranks)}
+        )
         self.tables: dict[str, list[list[int]]] = {}
         self.outputs: dict[str, list[int]] = {}
         self._made: dict[str, list[int]] = {}  # sampled, whether or not the scheduler has taken it yet
@@ -150,12 +161,24 @@ class SimEngine:
         self.problems: list[str] = []
         self.steps = 0
 
+    def _start_rank(self, rank: int, names: list[str], num_blocks: int) -> _Rank:
+        tensors, caches = self._allocate(names, num_blocks)
+        active = None
+        with _Patched(self.platform, rank, self.heads):
+            worker = self.connector_class(self.config, connectors.KVConnectorRole.WORKER, self.kv_config)
+            kv_transfer_state._KV_CONNECTOR_AGENT = worker
+            if self.runner == "v2":
+                active = ActiveKVConnector(self.config, tensors)
+            else:
+                worker.register_kv_caches(tensors)
+        return _Rank(worker, active, caches)
+
     def _allocate(self, layers: list[str], num_blocks: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the tensors that the connector is handed, and views of them as [blocks, heads, tokens, …].
 
         The tag is repeated over what is behind the token.
         """
-        shape = (num_blocks, HEADS, self.block_size, 2 * DIM)
+        shape = (num_blocks, len(self.heads[0]), self.block_size, 2 * DIM)
         caches = {layer: torch.zeros(shape, dtype=torch.float32) for layer in layers}
         if self.window is not None:
             caches = dict.fromkeys(layers, caches[layers[0]])
@@ -208,32 +231,43 @@ class SimEngine:
                     self.params[one.request_id] = one.kv_transfer_params
 
     def _execute(self, scheduled: Any) -> ModelRunnerOutput:
-        kv_transfer_state._KV_CONNECTOR_AGENT = self.worker
         for request_id in scheduled.finished_req_ids:
             self.tables.pop(request_id, None)
+        work, output = self._plan(scheduled)
+        outputs = [self._execute_on(rank, scheduled, work, copy.copy(output)) for rank in range(len(self.ranks))]
+        return outputs[0] if len(outputs) == 1 else self._aggregator.aggregate(outputs)
+
+    def _execute_on(self, rank: int, scheduled: Any, work: list[Any], output: ModelRunnerOutput) -> ModelRunnerOutput:
+        worker, active, _ = self.ranks[rank]
+        kv_transfer_state._KV_CONNECTOR_AGENT = worker
         if scheduled.total_num_scheduled_tokens == 0:
-            return self._no_forward(scheduled)
+            return copy.copy(self._no_forward(scheduled, active))
         if self.runner == "v2":
-            self.active.pre_forward(scheduled)
-            output = self._forward(scheduled)
-            kv = self.active.post_forward(scheduled.finished_req_ids)
+            active.pre_forward(scheduled)
+            self._forward(rank, work)
+            kv = active.post_forward(scheduled.finished_req_ids)
         else:
             with (
                 set_forward_context(None, self.config),
                 KVConnectorModelRunnerMixin._get_kv_connector_output(scheduled) as kv,
             ):
-                output = self._forward(scheduled)
+                self._forward(rank, work)
         output.kv_connector_output = kv
         return output
 
-    def _no_forward(self, scheduled: Any) -> ModelRunnerOutput:
+    def _no_forward(self, scheduled: Any, active: Any) -> ModelRunnerOutput:
         if self.runner == "v2":
             with set_forward_context(None, self.config):
-                return self.active.no_forward(scheduled)
+                return active.no_forward(scheduled)
         return KVConnectorModelRunnerMixin.kv_connector_no_forward(scheduled, self.config)
 
-    def _forward(self, scheduled: Any) -> ModelRunnerOutput:
+    def _forward(self, rank: int, work: list[Any]) -> None:
         """Write the tags of the scheduled positions, on the stream; check, there too, the tags of all earlier ones."""
+        for one in work:
+            self._launch(lambda one=one: self._compute(rank, *one))
+
+    def _plan(self, scheduled: Any) -> tuple[list[Any], ModelRunnerOutput]:
+        """What a step computes, and what it samples."""
         for new in scheduled.scheduled_new_reqs:
             self.tables[new.req_id] = [list(blocks) for blocks in new.block_ids]
         cached = scheduled.scheduled_cached_reqs
@@ -245,14 +279,14 @@ class SimEngine:
                     table.extend(more)
         computed = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
         computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        ids, sampled = [], []
+        ids, sampled, works = [], [], []
         for request_id, count in scheduled.num_scheduled_tokens.items():
             request = self.scheduler.requests[request_id]
             # Asynchronous scheduling computes on placeholders: what will be sampled is known here in advance.
             start = computed[request_id]
             tokens = [*request.prompt_token_ids, *self._made[request_id]][: start + count]
             work = (request_id, [list(table) for table in self.tables[request_id]], tokens, start, start + count)
-            self._launch(lambda work=work: self._compute(*work))
+            works.append(work)
             ids.append(request_id)
             if request.is_prefill_chunk:
                 sampled.append([])
@@ -260,7 +294,7 @@ class SimEngine:
                 token = tag(tokens) % 1000 + 1
                 self._made[request_id] = [*tokens[request.num_prompt_tokens :], token]
                 sampled.append([token])
-        return ModelRunnerOutput(ids, {r: i for i, r in enumerate(ids)}, sampled)
+        return works, ModelRunnerOutput(ids, {r: i for i, r in enumerate(ids)}, sampled)
 
     def _launch(self, work: Any) -> None:
         if self.platform.stream is None:
@@ -268,20 +302,26 @@ class SimEngine:
         else:
             self.platform.stream.launch(work)
 
-    def _compute(self, request_id: str, tables: list[list[int]], tokens: list[int], start: int, end: int) -> None:
-        bs = self.block_size
-        values = [float(tag(tokens[: position + 1]) % (1 << 20)) for position in range(end)]
+    def _compute(
+        self, rank: int, request_id: str, tables: list[list[int]], tokens: list[int], start: int, end: int
+    ) -> None:
+        bs, caches = self.block_size, self.ranks[rank].caches
+        heads = torch.tensor([[float(head << 20)] for head in self.heads[rank]])  # [head, content]
+        values = [float(tag(tokens[: position + 1]) % (1 << 20)) + heads for position in range(end)]
         for table, (layers, window) in zip(tables, self.groups, strict=True):
             for layer in layers:
-                cache = self.caches[layer]
+                cache = caches[layer]
                 for position in range(0 if window is None else max(0, start - window + 1), start):
                     if not bool((cache[table[position // bs], :, position % bs] == values[position]).all()):
-                        self.problems.append(f"{self.name} {request_id}: {layer} position {position} is not its own KV")
+                        self.problems.append(
+                            f"{self.name}.{rank} {request_id}: {layer} position {position} is not its own KV"
+                        )
                 for position in range(start, end):
                     cache[table[position // bs], :, position % bs] = values[position]
 
     def close(self) -> None:
-        self.worker.shutdown()
+        for rank in self.ranks:
+            rank.worker.shutdown()
         self.scheduler.connector.shutdown()
 
 
@@ -296,20 +336,22 @@ def expected(tokens: list[int], count: int) -> list[int]:
 class _Patched:
     """Construct a connector without torch.distributed, on a given platform instance."""
 
-    def __init__(self, platform: HostPlatform) -> None:
+    def __init__(self, platform: HostPlatform, rank: int, heads: list[tuple[int, ...]]) -> None:
         self.platform = platform
+        self.rank, self.heads = rank, heads
 
     def __enter__(self) -> None:
         from kvxfer.connector import compat, worker
 
         self.saved = (compat.parallel_ranks, worker.platform_for, compat.geometry)
-        compat.parallel_ranks = lambda _config: (0, 0)
+        compat.parallel_ranks = lambda _config: (self.rank, 0)
         worker.platform_for = lambda _device: self.platform
         original = compat.geometry
 
         def geometry(vllm_config: Any, kv_cache_config: Any) -> Any:
             found = original(vllm_config, kv_cache_config)
-            heads = {"heads": tuple(range(HEADS)), "total_heads": HEADS, "head_size": DIM}
+            total = max(max(one) for one in self.heads) + 1
+            heads = {"heads": self.heads[self.rank], "total_heads": total, "head_size": DIM}
             return dataclasses.replace(found, groups=tuple(dataclasses.replace(one, **heads) for one in found.groups))
 
         compat.geometry = geometry
