@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvxfer.chaos.possible import IMPOSSIBLE, POSSIBLE
 from kvxfer.protocol import peers, sink, source
+from kvxfer.protocol.sink_ending import Ending
 from kvxfer.protocol.source_delivery import Delivery
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ ENOUGH = 100
 def counting(coverage: Coverage) -> Iterator[None]:
     """Count every transition of every machine until the end of the block."""
     saved: list[tuple[type, Any]] = []
-    machines: tuple[tuple[str, type], ...] = (("source", Delivery), ("sink", sink.Sink), ("peers", peers.Peer))
+    machines: tuple[tuple[str, type], ...] = (("source", Delivery), ("sink", Ending), ("peers", peers.Peer))
     for name, cls in machines:
         original = vars(cls)["_step"]
         saved.append((cls, original))
