@@ -188,11 +188,6 @@ def split_cpus(cpus: Sequence[int]) -> tuple[str, str]:
     return ",".join(map(str, cpus[:middle])), ",".join(map(str, cpus[middle:]))
 
 
-def rank_cpus(cpus: Sequence[int], ranks: int) -> str:
-    """Give each rank of an engine a core of its own, as long as there are so many: ``auto`` wants a NUMA node for each."""
-    return "|".join(str(cpus[rank % len(cpus)]) for rank in range(ranks))
-
-
 def engine_command(spec: EngineSpec, port: int, control_port: int) -> list[str]:
     """The command line that starts the engine."""
     command = [spec.python, "-m", "vllm.entrypoints.openai.api_server"]

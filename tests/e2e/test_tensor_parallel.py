@@ -1,13 +1,15 @@
-"""Engines of unequal tensor parallelism: each rank of one hands its heads to, or takes them from, the ranks that hold them.
+"""Engines of several tensor-parallel ranks: each rank of one hands its heads to, or takes them from, the ranks that hold them.
 
-The reference is the decode engine itself, asked directly, since another number of ranks adds up in another order.
+The reference is the decode engine itself, asked directly, since another number of ranks adds up in another order. More ranks
+than KV heads are too many for two cores: the contract tests have them.
+
+vLLM's ranks spin while they wait for each other, six busy processes on two cores: nobody is thought dead for being late here.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import os
 from typing import TYPE_CHECKING
 
 import pytest
@@ -20,13 +22,17 @@ from tests.e2e.conftest import PYTHON, Pair, prompt
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
+
+PATIENCE = {"leg_timeout": 120.0, "peer_timeout": 60.0, "connect_timeout": 60.0}
 
 MODES = [
     pytest.param(("push", 1, 2), id="push-1-2"),
     pytest.param(("pull", 2, 1), id="pull-2-1"),
     pytest.param(("push", 2, 1), id="push-2-1", marks=pytest.mark.slow),
     pytest.param(("pull", 1, 2), id="pull-1-2", marks=pytest.mark.slow),
+    pytest.param(("push", 2, 2), id="push-2-2", marks=pytest.mark.slow),
+    pytest.param(("pull", 2, 2), id="pull-2-2", marks=pytest.mark.slow),
 ]
 
 
@@ -41,13 +47,12 @@ def pair(request, bench_model, tmp_path_factory) -> Iterator[Pair]:
         num_blocks=260,
         max_model_len=4096,
         max_num_batched_tokens=512,
-        connector_config={"leg_timeout": 20.0},
+        threads=1,
+        ready_seconds=500.0,
+        connector_config=PATIENCE,
     )
-    cores = sorted(os.sched_getaffinity(0))
-    specs = [
-        dataclasses.replace(spec, tensor_parallel=size, cpus=spec.cpus if size == 1 else engines.rank_cpus(cores, size))
-        for spec, size in ((prefill, ours), (decode, theirs))
-    ]
+    sizes = zip((prefill, decode), (ours, theirs), strict=True)
+    specs = [dataclasses.replace(spec, tensor_parallel=size) for spec, size in sizes]
     first, second, router = engines.make_pair(mode, *specs, tmp_path_factory.mktemp("tensor-parallel"))
     with running(first.server, second.server, router):
         yield Pair(mode, first, second, router)
