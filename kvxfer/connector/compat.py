@@ -257,9 +257,9 @@ def geometry(vllm_config: Any, kv_cache_config: Any) -> Geometry:
     """Collect what vLLM's configuration says of this rank's cache."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     tensor, _ = parallel_ranks(vllm_config)
-    latent = bool(getattr(model, "use_mla", False))
-    total = 1 if latent else int(model.get_total_num_kv_heads())
-    heads = heads_of(total, Shard(tensor, 1 if latent else parallel.tensor_parallel_size))
+    # Of MLA's one latent every rank has a replica.
+    total = 1 if getattr(model, "use_mla", False) else int(model.get_total_num_kv_heads())
+    heads = heads_of(total, Shard(tensor, parallel.tensor_parallel_size))
     names = [name for group in kv_cache_config.kv_cache_groups for name in group.layer_names]
     return Geometry(
         groups=tuple(_group(group, heads, total) for group in kv_cache_config.kv_cache_groups),

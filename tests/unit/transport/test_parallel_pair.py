@@ -24,14 +24,14 @@ TRUTH = RNG.integers(1, 255, size=(LAYERS, HEADS, 6 * BLOCK, TOKEN), dtype=np.ui
 class Engine:
     """Its ranks: tensor-parallel ones of each stage."""
 
-    def __init__(self, name: str, fabric: TwinFabric, tp: int, pp: int = 1, **options) -> None:
+    def __init__(self, name: str, fabric: TwinFabric, tp: int, pp: int = 1, total: int = HEADS, **options) -> None:
         self.ranks: list[Rank] = []
         for stage in range(pp):
             for number in range(tp):
-                heads = heads_of(HEADS, Shard(number, tp))
+                heads = heads_of(total, Shard(number, tp))
                 layers = range(stage * LAYERS // pp, (stage + 1) * LAYERS // pp)
                 size = BLOCK * TOKEN
-                own = {"heads": heads, "total_heads": HEADS, "head_stride": size, "layers": tuple(layers)}
+                own = {"heads": heads, "total_heads": total, "head_stride": size, "layers": tuple(layers)}
                 changes = own | {"tokens": ((BLOCK, TOKEN),), "channels": ((TOKEN, 1),)}
                 shape = {"layers": len(layers), "block_size": BLOCK, "block_bytes": len(heads) * size}
                 place = {"shard": (number, tp), "stage": (stage, pp)}
@@ -119,6 +119,21 @@ def test_every_head_arrives(engines, mode, sizes, early) -> None:
     heads = sum(len(rank.cache.groups[0].planes[0].heads) for rank in d.ranks)
     moved = sum(rank.mover.counters["bytes"] for rank in (p if mode == "push" else d).ranks)
     assert moved == heads * LAYERS * len(MINE) * BLOCK * TOKEN, "each sink gets each of its heads once"
+
+
+@pytest.mark.parametrize("mode", ["push", "pull"])
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 1), (1, 2), (2, 3)])
+def test_of_one_latent_each_sink_takes_a_replica(engines, mode, sizes) -> None:
+    """MLA: every rank of either engine holds all of it."""
+    fabric = TwinFabric()
+    p, d = (engines(name, fabric, size, total=1, mode=mode) for name, size in zip("pd", sizes, strict=True))
+    p.prefill()
+    d.open(p.address)
+    assert d.wait("d") == [SinkFinished(H, "d", None)] * sizes[1]
+    assert d.received()
+    assert p.wait("p") == [SourceFinished(H, "p")] * sizes[0]
+    reasons = {rank.record("source", H).reason for rank in p.ranks}
+    assert reasons == ({"done"} if sizes[1] >= sizes[0] else {"done", IDLE})
 
 
 @pytest.mark.parametrize("mode", ["push", "pull"])
