@@ -58,7 +58,7 @@ FOUND_IN = {
 }
 FOUND_WHERE_INTRODUCED = {
     "any_end_ends_a_promise": "echoes",
-    "promises_end_with_their_sessions": "slow reads",
+    "promises_end_with_their_sessions": "usurpers",
 }
 """Guards of connections that are made before the first handoff: worlds without introductions have none."""
 FOUND_WHERE_PARALLEL = {
