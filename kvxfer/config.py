@@ -99,7 +99,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Revoke the keys of this rank's memory before blocks return that a lost peer might still write into."""
     mover_timeout: float = 30.0
     """How long the mover may be busy with one round; then this process stops beating, and its peers think it lost."""
-    idle_wait: float = 0.05
+    idle_wait: float = 1.0
     """Longest sleep of an engine core whose requests all wait for their KV; 0 lets it step each millisecond, as vLLM does."""
     poll_interval: float = 0.0003
     """Between two looks at the fabric while something is under way."""
