@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 import uuid
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, final
@@ -250,9 +249,3 @@ def _cells(length: int, answer: Completion, moved: Moved | None, identical: bool
     yield "?" if answer.ttft is None else f"{answer.ttft * 1e3:,.0f} ms"
     yield "?" if answer.tpot is None else f"{answer.tpot * 1e3:,.1f} ms"
     yield "reference" if identical is None else ("[green]yes[/green]" if identical else "[red]NO[/red]")
-
-
-def write_json(path: Path, value: object) -> None:
-    """Write ``value`` as JSON, making the directory."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

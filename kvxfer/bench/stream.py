@@ -23,7 +23,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvxfer.bench import stream_moments
-from kvxfer.bench.client import Client
 from kvxfer.bench.engines import UPSTREAM_PREFIX, make_engine, named_connector, named_pair
 from kvxfer.bench.handoffs import Pair
 from kvxfer.bench.machine import machine, versions
@@ -195,9 +194,7 @@ def _live(
     )
 
     async def measure() -> None:
-        pair = Pair("push", first, second)
-        pair.to_prefill, pair.to_decode = (Client(engine.url, timeout=_PATIENCE) for engine in (first, second))
-        async with pair:
+        async with Pair("push", first, second, timeout=_PATIENCE) as pair:
             recorded = not connector.startswith(UPSTREAM_PREFIX)
             await Measurement(pair, moments, settings, recorded=recorded).execute(findings)
 
