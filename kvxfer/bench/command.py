@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvxfer.bench.idle import Idle
 
 bench = typer.Typer(help="Measurements on this machine.", no_args_is_help=True)
+bench.command()(pd)
 
 _Json = Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")]
 _Logs = Annotated[Path | None, typer.Option(help="Directory of the engines' logs (a new one below /tmp).")]
@@ -216,7 +217,6 @@ def plan(
 def register(app: typer.Typer) -> None:
     """Add ``demo`` and ``bench`` to the command line."""
     app.command()(demo)
-    bench.command()(pd)
     app.add_typer(bench, name="bench")
 
 

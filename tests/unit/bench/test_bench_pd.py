@@ -294,7 +294,8 @@ def test_a_pulls_first_token_is_counted_from_prefills_leg_on() -> None:
     assert sample.error == ""
     assert sample.ttft is not None
     assert sample.prefill is not None
-    assert sample.ttft >= 0.3 > sample.prefill >= 0.2
+    assert sample.prefill >= 0.2
+    assert sample.ttft >= sample.prefill + 0.1
     assert len(sample.gaps) == 2
 
 
@@ -315,7 +316,7 @@ def test_a_sitting_sends_every_arm_the_same_and_compares_it_with_one_engine_alon
     assert len(kept) == 5
     for point, requests in zip(body["points"], (3, 3, 12), strict=True):
         sent = {label: sorted(s["number"] for s in one["samples"]) for label, one in point["arms"].items()}
-        assert sent == dict.fromkeys(("alone", "upstream-push", "upstream-pull"), list(range(requests)))
+        assert sent == {label: list(range(requests)) for label in ("alone", "upstream-push", "upstream-pull")}
         assert all(one["failed"] == 0 for one in point["arms"].values())
         assert point["arms"]["upstream-pull"]["exposed_over"] == "alone"
         exposed = point["arms"]["upstream-push"]["exposed_ms"]
