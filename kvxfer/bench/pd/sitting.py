@@ -198,10 +198,14 @@ class Sitting:
 
     async def _verify(self, plan: verify.Plan, lines: Sequence[Line]) -> None:
         for line in lines:
+            if self._left() <= 0:
+                self.findings.skipped.append(f"{line.arm.label}: comparing tokens")
+                continue
             self.say(f"{line.arm.label}: comparing tokens, {plan.prompts} prompts one by one and {plan.crowd} at once")
             self.findings.answers[line.arm.label] = await verify.answers(
                 line, plan, reference=line.arm.name.connector == ALONE
             )
+            self.keep(self.findings)
 
     async def _unloaded(self, turn: int, point: Point, lines: Sequence[Line]) -> None:
         """Take a turn's share of the requests of a point, the arms one after the other with each of them."""

@@ -313,7 +313,7 @@ def test_a_sitting_sends_every_arm_the_same_and_compares_it_with_one_engine_alon
         findings = Sitting(arms, settings, said.append, lambda _: kept.append(1)).execute()
         body = tables.body(arms, settings, findings)
     assert [p["name"] for p in body["points"]] == ["20", "40", "mixed30@200"]
-    assert len(kept) == 5
+    assert len(kept) == 3 + 2 + 2 + 1, "after each arm's comparison, each point and window, and at the end"
     for point, requests in zip(body["points"], (3, 3, 12), strict=True):
         sent = {label: sorted(s["number"] for s in one["samples"]) for label, one in point["arms"].items()}
         assert sent == {label: list(range(requests)) for label in ("alone", "upstream-push", "upstream-pull")}
