@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvxfer.bench.page_command import report
 from kvxfer.bench.pd.command import pd
 from kvxfer.errors import ConfigError, KvxferError
 
@@ -215,8 +216,9 @@ def plan(
 
 
 def register(app: typer.Typer) -> None:
-    """Add ``demo`` and ``bench`` to the command line."""
+    """Add ``demo``, ``bench`` and ``report`` to the command line."""
     app.command()(demo)
+    app.command()(report)
     app.add_typer(bench, name="bench")
 
 

@@ -121,6 +121,7 @@ def _summed(windows: Sequence[Window]) -> dict[str, Any]:
         "tpot_ms": _ms(sample.tpot for sample in good),
         "itl_ms": _ms(gap for sample in good for gap in sample.gaps),
         "prefill_leg_ms": _ms(sample.prefill for sample in good),
+        "stages_ms": stages_of(good),
         "ttft_ms_by_window": [_ms(sample.ttft for sample in window.samples) for window in windows],
         "prefix_hits": sum(window.prefix_hits for window in windows),
         "counted": _totals(windows),
@@ -138,6 +139,15 @@ def _summed(windows: Sequence[Window]) -> dict[str, Any]:
         else None,
         "samples": [msgspec.to_builtins(_rounded(sample)) for sample in samples],
     }
+
+
+def stages_of(good: Sequence[Sample]) -> dict[str, dict[str, float]]:
+    """Return the stages of the request with the median TTFT, and of the one at the 99th percentile."""
+    told = sorted((sample for sample in good if sample.ttft is not None), key=lambda sample: sample.ttft or 0.0)
+    if not told:
+        return {}
+    which = {"median": told[(len(told) - 1) // 2], "p99": told[round(0.99 * (len(told) - 1))]}
+    return {name: {stage: round(1e3 * s, 3) for stage, s in one.stages.items()} for name, one in which.items()}
 
 
 def _ms(seconds: Iterable[float | None]) -> dict[str, float | int] | None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final, final
 
 import msgspec
 
+from kvxfer.addresses import is_loopback
 from kvxfer.bench.client import Client
 from kvxfer.bench.handoffs import Pair
 from kvxfer.errors import KvxferError
@@ -51,6 +52,9 @@ class Transfer(msgspec.Struct, omit_defaults=True):
     early: float | None = None
     moving: float | None = None
     reason: str = ""
+    moments: dict[str, float] = {}
+    """When prefill's engine had heard of it, computed it (its last fence), when the first transfer was posted and the last was
+    over, and when decode's engine knew: moments of the one host's clock."""
 
 
 class Sample(msgspec.Struct, omit_defaults=True):
@@ -67,6 +71,40 @@ class Sample(msgspec.Struct, omit_defaults=True):
     """Until prefill's leg had its answer."""
     error: str = ""
     transfer: Transfer | None = None
+    stages: dict[str, float] = {}
+    """What the TTFT is made of, in order; they add up to it."""
+
+
+STAGES: Final = {
+    "heard": "to prefill",
+    "computed": "queued and computed",
+    "posted": "until the first post",
+    "moved": "moving",
+    "reported": "until decode knows",
+}
+"""The stages that end with each of a transfer's moments; the last one ends with the first token."""
+LAST_STAGE: Final = "decode's first token"
+
+
+def stages(sample: Sample, asked: float) -> dict[str, float]:
+    """Return what a TTFT is made of. ``asked``: when the request was sent, by the clock of the transfer's moments.
+
+    A stage that was over before the one before it (a chunk that is written while the next is computed) takes no time of its own.
+    Without records there are only prefill's answer and the rest, for one engine alone nothing to tell apart.
+    """
+    if sample.ttft is None:
+        return {}
+    if sample.transfer is not None and sample.transfer.moments:
+        ends = [(name, sample.transfer.moments.get(moment)) for moment, name in STAGES.items()]
+    elif sample.prefill is not None:
+        ends = [("until prefill's answer", asked + sample.prefill)]
+    else:
+        ends = []
+    found, begin, first_token = {}, asked, asked + sample.ttft
+    for name, end in ends:
+        until = min(max(begin if end is None else end, begin), first_token)
+        found[name], begin = until - begin, until
+    return found | {LAST_STAGE if ends else "queued and computed": first_token - begin}
 
 
 @final
@@ -107,18 +145,20 @@ class Line:
     async def measure(self, planned: Sequence[Planned]) -> list[Sample]:
         """Send all requests, each at its time whether or not those before are answered, and measure them."""
         names = [uuid.uuid4().hex for _ in planned]
-        began = time.perf_counter()
+        began = time.monotonic()  # the clock of the records, too
         samples = await asyncio.gather(*(self._at(began, one, name) for one, name in zip(planned, names, strict=True)))
-        if self.arm.name.ours:
-            found = await asyncio.to_thread(transfers, self.arm, names)
-            for sample, name in zip(samples, names, strict=True):
-                sample.transfer = found.get(name)
+        found = await asyncio.to_thread(transfers, self.arm, names) if self.arm.name.ours else {}
+        for sample, name in zip(samples, names, strict=True):
+            sample.transfer = found.get(name)
+            sample.stages = stages(sample, began + sample.at)
+            if sample.transfer is not None:
+                sample.transfer.moments = {}  # of no use to anybody else
         return samples
 
     async def _at(self, began: float, planned: Planned, name: str) -> Sample:
-        await asyncio.sleep(max(0.0, began + planned.at - time.perf_counter()))
+        await asyncio.sleep(max(0.0, began + planned.at - time.monotonic()))
         asked = time.perf_counter()
-        sample = Sample(planned.number, len(planned.prompt), planned.output, at=asked - began)
+        sample = Sample(planned.number, len(planned.prompt), planned.output, at=time.monotonic() - began)
         try:
             answer, sample.prefill = await self.answer(planned.prompt, planned.output, name)
         except KvxferError as error:
@@ -166,7 +206,8 @@ def transfers(arm: Arm, handoffs: Sequence[str]) -> dict[str, Transfer]:
     grouped: dict[str, list[HandoffRecord]] = {}
     for record in records:
         grouped.setdefault(record.handoff, []).append(record)
-    return {handoff: joined(group, one_host=arm.one_host) for handoff, group in grouped.items()}
+    here = arm.one_host and (arm.started_here or is_loopback(arm.engines[0].control_host))
+    return {handoff: joined(group, one_host=arm.one_host, here=here) for handoff, group in grouped.items()}
 
 
 def _records(engine: Engine, count: int) -> list[HandoffRecord]:
@@ -175,8 +216,8 @@ def _records(engine: Engine, count: int) -> list[HandoffRecord]:
     return report.records
 
 
-def joined(records: Sequence[HandoffRecord], *, one_host: bool) -> Transfer:
-    """Put the records of one handoff together: both sides, all ranks."""
+def joined(records: Sequence[HandoffRecord], *, one_host: bool, here: bool = False) -> Transfer:
+    """Put the records of one handoff together: both sides, all ranks. ``here``: they have this process's clock."""
     sources = [record for record in records if record.side == "source"]
     sinks = [record for record in records if record.side == "sink"]
     posters = [record for record in records if record.bytes]
@@ -199,6 +240,11 @@ def joined(records: Sequence[HandoffRecord], *, one_host: bool) -> Transfer:
         told.fence_to_report = max(reports) - max(fences)
     if size and fences and (one_host or all(record.side == "source" for record in posters)):
         told.early = sum(record.completed_by(max(fences)) for record in posters) / size
+    if here:
+        heard = [record.times.expected for record in sources if record.times.expected is not None]
+        ends = {"heard": heard, "computed": fences, "posted": first, "moved": last, "reported": reports}
+        # All ranks together: the first that posts, and the last of everything else.
+        told.moments = {name: (min if name == "posted" else max)(times) for name, times in ends.items() if times}
     return told
 
 

@@ -19,7 +19,7 @@ from kvxfer.bench.command import bench  # noqa: E402
 from kvxfer.bench.pd import points, tables, verify  # noqa: E402
 from kvxfer.bench.pd.arms import ALONE, Arm, Build, make_arms, parse_arm, parse_arms, running_arm  # noqa: E402
 from kvxfer.bench.pd.sitting import Findings, Settings, Sitting, Window  # noqa: E402
-from kvxfer.bench.pd.window import HITS, Line, Sample, counted, joined, layout  # noqa: E402
+from kvxfer.bench.pd.window import HITS, Line, Sample, counted, joined, layout, stages  # noqa: E402
 from kvxfer.errors import ConfigError, KvxferError  # noqa: E402
 from kvxfer.layout.maps import CacheMap, Group, Plane  # noqa: E402
 from kvxfer.transport.records import HandoffRecord, Times  # noqa: E402
@@ -188,6 +188,37 @@ def test_both_sides_records_make_one_transfer() -> None:
     assert joined([source], one_host=True).outcome == "one side has no record"
     failed = joined([record("source", outcome="failed", reason="why"), sink], one_host=True)
     assert (failed.outcome, failed.reason) == ("done+failed", "why")
+
+
+def test_stages_add_up_to_the_first_token() -> None:
+    source = record(
+        "source", bytes=100, descriptors=3, backend="UCX",
+        times={"expected": 10.1, "chunks_final": [10.5, 12.0], "first_post": 10.6, "last_byte": 12.25},
+    )  # fmt: skip
+    sink = record("sink", tokens=99, times={"released": 12.5})
+    sample = Sample(0, 100, 4, ttft=3.0, prefill=2.1, transfer=joined([source, sink], one_host=True, here=True))
+    found = stages(sample, 10.0)
+    assert found == pytest.approx(
+        {
+            "to prefill": 0.1,
+            "queued and computed": 1.9,
+            "until the first post": 0.0,
+            "moving": 0.25,
+            "until decode knows": 0.25,
+            "decode's first token": 0.5,
+        }
+    )
+    assert sum(found.values()) == pytest.approx(3.0)
+    assert stages(Sample(0, 100, 4, ttft=3.0, prefill=2.1), 10.0) == pytest.approx(
+        {"until prefill's answer": 2.1, "decode's first token": 0.9}
+    )
+    assert stages(Sample(0, 100, 4, ttft=3.0), 10.0) == {"queued and computed": 3.0}
+    assert stages(Sample(0, 100, 4, error="x"), 10.0) == {}
+    assert joined([source, sink], one_host=True).moments == {}, "another host's clock"
+    # A token that came before the record says decode knew: no stage is negative, and the sum stays.
+    early = stages(Sample(0, 100, 4, ttft=2.3, transfer=joined([source, sink], one_host=True, here=True)), 10.0)
+    assert sum(early.values()) == pytest.approx(2.3)
+    assert min(early.values()) >= 0.0
 
 
 def plane(bases: tuple[int, ...], stride: int) -> Plane:
