@@ -44,7 +44,7 @@ MAY_IMPORT = {
         "kvxfer.connector.pins",
     },
     # The bench measures the transport, and looks at engines from outside as an operator does.
-    "kvxfer/bench/": {ERRORS, "kvxfer.protocol", "kvxfer.layout", "kvxfer.transport", "kvxfer.rails"},
+    "kvxfer/bench/": {ERRORS, ADDRESSES, "kvxfer.protocol", "kvxfer.layout", "kvxfer.transport", "kvxfer.rails"},
     # A demonstration of wrong KV overrides what a connector registers.
     "kvxfer/bench/misplace.py": {"kvxfer.bench", "kvxfer.connector"},
     # Connectors that a measurement counts, or times, from within.
