@@ -134,6 +134,7 @@ class Idling:
             self._still += 1
         else:
             self._bell.wait(self.limit)
+            self._still = 0  # what this step learns, the scheduler may hear only when as many more were launched
 
     def close(self) -> None:
         """End the bell's thread."""

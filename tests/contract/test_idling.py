@@ -108,10 +108,11 @@ def still(core: Core) -> int:
     return steps
 
 
+@pytest.mark.parametrize("ahead", [False, True], ids=["synchronous", "asynchronous"])
 @pytest.mark.parametrize("mode", ["push", "pull"])
-def test_decode_makes_no_steps_while_prefill_has_not_come_and_wakes_when_its_kv_has(cores, mode) -> None:
+def test_decode_makes_no_steps_while_prefill_has_not_come_and_wakes_when_its_kv_has(cores, mode, ahead) -> None:
     fabric = TwinFabric()
-    p, d = cores("p", fabric, mode=mode), cores("d", fabric, mode=mode)
+    p, d = cores("p", fabric, mode=mode, ahead=ahead), cores("d", fabric, mode=mode, ahead=ahead)
     tokens = prompt(150, 1)
     d.ask(lambda: d.engine.add("d", tokens, decode_leg(p.engine, "t"), max_tokens=5))
     until(lambda: d.engine.steps > 0, "decode does not begin")
@@ -124,10 +125,11 @@ def test_decode_makes_no_steps_while_prefill_has_not_come_and_wakes_when_its_kv_
     check(p.engine, d.engine)
 
 
+@pytest.mark.parametrize("ahead", [False, True], ids=["synchronous", "asynchronous"])
 @pytest.mark.parametrize("mode", ["push", "pull"])
-def test_prefill_makes_no_steps_while_it_holds_a_prompt(cores, mode) -> None:
+def test_prefill_makes_no_steps_while_it_holds_a_prompt(cores, mode, ahead) -> None:
     fabric = TwinFabric()
-    p, d = cores("p", fabric, mode=mode), cores("d", fabric, mode=mode)
+    p, d = cores("p", fabric, mode=mode, ahead=ahead), cores("d", fabric, mode=mode, ahead=ahead)
     tokens = prompt(100, 2)
     p.ask(lambda: p.engine.add("p", tokens, prefill_leg("t")))
     until(lambda: "p" in p.engine.finish_reasons, "prefill does not end")
