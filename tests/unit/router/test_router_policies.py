@@ -74,7 +74,9 @@ def test_decode_goes_where_least_waits_and_what_it_holds_counts():
 def test_admission_keeps_waiting_handoffs_to_their_share():
     engine = engines(1)[0]
     engine.says = Told(capacity=1000, reclaimable=900)
-    assert admits(engine, Asked(5000), 0.5), "an engine that has nothing takes anything: what never fits is vLLM's to refuse"
+    assert admits(engine, Asked(5000), 0.5), (
+        "an engine that has nothing takes anything: what never fits is vLLM's to refuse"
+    )
     engine.load.requests = 1
     engine.load.waiting_tokens = 400
     assert admits(engine, Asked(100), 0.5)
@@ -101,7 +103,9 @@ def test_adaptive_takes_what_measures_better_apart_for_even_and_uneven_queues():
     some[0].load.waiting_tokens = 10_000
     assert run_with({False: 0.5, True: 0.05}) >= 1 - 1.5 / EXPLORE
     some[0].load.waiting_tokens = 0
-    assert run_with({False: 0.01, True: 0.05}) <= 1.5 / EXPLORE, "what was learned of uneven queues says nothing of even ones"
+    assert run_with({False: 0.01, True: 0.05}) <= 1.5 / EXPLORE, (
+        "what was learned of uneven queues says nothing of even ones"
+    )
 
 
 def test_a_figure_follows_what_it_is_told():

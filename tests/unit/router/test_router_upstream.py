@@ -59,7 +59,9 @@ async def talking(*answers, close=False, connect_timeout=5.0):
         server.close()
 
 
-@pytest.mark.parametrize("answer", [CHUNKED, TRAILERS, LENGTH, INTERIM], ids=["chunked", "trailers", "length", "interim"])
+@pytest.mark.parametrize(
+    "answer", [CHUNKED, TRAILERS, LENGTH, INTERIM], ids=["chunked", "trailers", "length", "interim"]
+)
 @pytest.mark.parametrize("step", [1, 2, 3, 7, 1000])
 def test_an_answer_is_read_wherever_it_is_cut_and_its_connection_used_again(answer, step):
     async def main():
