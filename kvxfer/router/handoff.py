@@ -47,7 +47,7 @@ def prefill_body(single: SingleRequest, call: Call | None = None) -> Json:
         "transfer_id": single.transfer_id,
     }
     if call is not None:
-        body["kv_transfer_params"] |= call.client_params
+        body["kv_transfer_params"] = call.client_params | body["kv_transfer_params"]
         if call.conversation is not None:
             body["kv_transfer_params"] |= call.conversation.reuse_params()
     return body

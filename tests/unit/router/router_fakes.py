@@ -21,7 +21,7 @@ def run(main):
     """Run a test's coroutine, never for ever."""
 
     async def bounded():
-        await asyncio.wait_for(main, 30)
+        await asyncio.wait_for(main, 60)
 
     asyncio.run(bounded())
 
