@@ -213,7 +213,10 @@ def plan(
 
 def register(app: typer.Typer) -> None:
     """Add ``demo`` and ``bench`` to the command line."""
+    from kvxfer.bench.route.command import route
+
     app.command()(demo)
+    bench.command()(route)
     app.add_typer(bench, name="bench")
 
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from kvxfer.router.conversations import Conversation
     from kvxfer.router.engine import Engine
     from kvxfer.router.openai import Json
+    from kvxfer.router.policies.timing import Context
 
 
 @dataclass(slots=True)
@@ -28,6 +29,8 @@ class Trace:
     prefill: Engine | None = None
     decode: Engine | None = None
     late: bool = False
+    context: Context = (False, 0)
+    """What the timing policy wants to hear with the measured delay."""
     skipped: bool = False
     """No prefill leg: too little was missing on the decode engine."""
     reused: bool = False

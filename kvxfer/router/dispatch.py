@@ -161,9 +161,8 @@ class Dispatcher:
         headers = {**call.headers, "X-Request-Id": single.request_id}
         asked = call.asked
         trace.prefill = trace.decode = trace.prefill_done = None
-        trace.late = self.settings.mode is Mode.PULL or self._timing.late(
-            self._engines.usable(Role.DECODE, failed), asked
-        )
+        trace.late, trace.context = self._timing.late(self._engines.usable(Role.DECODE, failed), asked)
+        trace.late = trace.late or self.settings.mode is Mode.PULL
         async with AsyncExitStack() as stack:
             handoff = Handoff(self, stack, single, trace)
             if self._skips(call, trace, failed):

@@ -64,7 +64,7 @@ class DecodeShare(AbstractContextManager["DecodeShare"]):
             now = time.monotonic()
             delay = now - min(trace.prefill_done or now, now)
             load.first_token_delay += _WEIGHT * (delay - load.first_token_delay)
-            self._timing.observed(late=trace.late, delay=delay)
+            self._timing.observed(trace.context, late=trace.late, delay=delay)
 
     def __exit__(self, *_error: object) -> None:
         """Count it no more."""

@@ -3,9 +3,8 @@
 Early overlaps: decode has its blocks and is registered before prefill is done, and in push chunks travel while others are
 computed. Late knows more: the queue of a decode engine may have grown while the prompt was computed, and until then nothing is
 held on any of them. *Adaptive* measures what both cost, which is the delay from prefill's end to the first token, apart for
-requests that found the decode engines' queues even and uneven, and takes what costs less; now and then it takes the other one,
-so that both figures stay true.
-``docs/policies/timing.md``.
+requests that found the decode engines' queues even and uneven and for prompts of different length, and takes what costs less;
+now and then it takes the other one, so that both figures stay true. ``docs/policies/timing.md``.
 """
 
 from __future__ import annotations
@@ -22,22 +21,28 @@ if TYPE_CHECKING:
     from kvxfer.router.engine import Engine
     from kvxfer.router.policies.asked import Asked
 
-EXPLORE = 24
-"""One in so many requests is sent the way that is thought to be the worse one."""
+EXPLORE = 32
+"""One in so many requests of a kind is sent the way of which less is known."""
 _WEIGHT = 0.05
 _SPREAD = 1.28
 """Standard deviations above the mean: the 90th percentile of a normal distribution, since it is the bad cases that count."""
 _ENOUGH = 4
+_CLEARLY = 0.8
+"""Of early's figure: what late's must be below before it is taken."""
+
+
+Context = tuple[bool, int]
+"""Requests whose delays are comparable: whether the queues were uneven, and the prompt's length as a power of four."""
 
 
 class Timing(Protocol):
     """Decides when the decode engine of a request is chosen."""
 
-    def late(self, decode: Sequence[Engine], asked: Asked) -> bool:
-        """Whether to wait for prefill. ``decode``: the engines that could be chosen now."""
+    def late(self, decode: Sequence[Engine], asked: Asked) -> tuple[bool, Context]:
+        """Whether to wait for prefill, and what to tell ``observed``. ``decode``: the engines that could be chosen now."""
         ...
 
-    def observed(self, *, late: bool, delay: float) -> None:
+    def observed(self, context: Context, *, late: bool, delay: float) -> None:
         """A request had its first token ``delay`` seconds after its prefill ended."""
         ...
 
@@ -48,11 +53,11 @@ class Fixed:
     def __init__(self, *, late: bool) -> None:
         self._late = late
 
-    def late(self, decode: Sequence[Engine], asked: Asked) -> bool:  # noqa: ARG002
+    def late(self, decode: Sequence[Engine], asked: Asked) -> tuple[bool, Context]:  # noqa: ARG002
         """As it was made."""
-        return self._late
+        return self._late, (False, 0)
 
-    def observed(self, *, late: bool, delay: float) -> None:
+    def observed(self, context: Context, *, late: bool, delay: float) -> None:
         """Nothing is learned."""
 
 
@@ -79,24 +84,26 @@ class Figure:
 
 
 class Adaptive:
-    """Whichever of the two costs less, as measured."""
+    """Whichever of the two costs less, as measured; early where that is not clear."""
 
     def __init__(self) -> None:
-        self._figures = {(uneven, late): Figure() for uneven in (False, True) for late in (False, True)}
-        self._uneven = False
-        self._asked = 0
+        self._figures: dict[tuple[Context, bool], Figure] = {}
+        self._asked: dict[Context, int] = {}
 
-    def late(self, decode: Sequence[Engine], asked: Asked) -> bool:
+    def late(self, decode: Sequence[Engine], asked: Asked) -> tuple[bool, Context]:
         """The cheaper way, or now and then the other."""
         costs = [cost(one, asked) for one in decode]
-        self._uneven = bool(costs) and max(costs) - min(costs) > asked.tokens
-        early, late = self._figures[self._uneven, False], self._figures[self._uneven, True]
-        self._asked += 1
-        if early.count < _ENOUGH or late.count < _ENOUGH:
-            return late.count < early.count
-        better = late.bad < early.bad
-        return not better if self._asked % EXPLORE == 0 else better
+        uneven = bool(costs) and max(costs) - min(costs) > asked.tokens
+        context = uneven, max(asked.tokens, 1).bit_length() // 2
+        asks = self._asked[context] = self._asked.get(context, 0) + 1
+        early, late = self._figure(context, late=False), self._figure(context, late=True)
+        if asks % EXPLORE == 0:
+            return early.count >= late.count, context  # the figure that is the less sure
+        return late.count >= _ENOUGH and early.count >= _ENOUGH and late.bad < _CLEARLY * early.bad, context
 
-    def observed(self, *, late: bool, delay: float) -> None:
+    def observed(self, context: Context, *, late: bool, delay: float) -> None:
         """Learn."""
-        self._figures[self._uneven, late].add(delay)
+        self._figure(context, late=late).add(delay)
+
+    def _figure(self, context: Context, *, late: bool) -> Figure:
+        return self._figures.setdefault((context, late), Figure())

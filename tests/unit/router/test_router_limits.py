@@ -265,7 +265,7 @@ def test_the_waterfall_says_whose_records_it_could_not_have():
         async with routed([p], [d]) as router:
             await router.json(prompt="x")
             fall = await asyncio.wait_for((await router.session.get(router.base + "/status/waterfall")).json(), 20)
-            assert [one["stage"] for one in fall["requests"][0]["stages"]][0] == "router queue"
+            assert fall["requests"][0]["stages"][0]["stage"] == "router queue"
             assert len(fall["without_records"]) == 2  # the fakes have no control channel
             assert p.url in fall["without_records"][0]
 

@@ -91,12 +91,12 @@ def test_adaptive_takes_what_measures_better_apart_for_even_and_uneven_queues():
     some = engines(2)
     policy = Adaptive()
 
-    def run_with(delays, rounds=200):
+    def run_with(delays, rounds=1000):
         chosen = []
         for _ in range(rounds):
-            late = policy.late(some, Asked(100))
+            late, context = policy.late(some, Asked(100))
             chosen.append(late)
-            policy.observed(late=late, delay=delays[late])
+            policy.observed(context, late=late, delay=delays[late])
         return sum(chosen[rounds // 2 :]) / (rounds // 2)
 
     assert run_with({False: 0.01, True: 0.05}) <= 1.5 / EXPLORE
@@ -120,7 +120,7 @@ def test_a_figure_follows_what_it_is_told():
     for number in range(1000):
         noisy.add(float(number % 2))
     assert noisy.bad > noisy.mean + 0.5
-    assert Fixed(late=True).late([], Asked())
+    assert Fixed(late=True).late([], Asked())[0]
 
 
 CACHE = 'vllm:cache_config_info{block_size="16",num_gpu_blocks="64",x="y"} 1.0\nvllm:kv_cache_usage_perc{engine="0"} %s'

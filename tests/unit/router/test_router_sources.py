@@ -7,7 +7,7 @@ import ssl
 import subprocess
 
 import pytest
-from router_fakes import PATIENCE, FakeEngine, pair, routed, run
+from router_fakes import FakeEngine, pair, routed, run
 from yarl import URL
 
 from kvxfer.errors import ConfigError
@@ -146,7 +146,11 @@ def test_engines_are_added_drained_and_taken_away_by_hand():
                 status, _ = await admin(router, "POST", "/admin/engines", {"role": role, "url": one.url})
                 assert status == 201
                 await router.until(200, url=one.url, healthy=True)
-            await asyncio.wait_for(_introduced(ds[1]), PATIENCE)
+
+            async def introduced():
+                return bool(ds[1].introductions)
+
+            await until(introduced)
             ds[0].hold.clear()
             held = []
             while not ds[0].calls:
@@ -180,11 +184,6 @@ def test_engines_are_added_drained_and_taken_away_by_hand():
             await one.stop()
 
     run(main())
-
-
-async def _introduced(engine):
-    while not engine.introductions:
-        await asyncio.sleep(0.01)
 
 
 def test_the_admin_api_is_for_those_with_the_key_and_says_what_is_wrong():
@@ -221,7 +220,7 @@ def test_a_router_may_start_with_no_engine_if_somebody_can_name_one():
     ):
         RouterSettings(**others)
     for others in ({}, {"prefill_dns": "http://a:1"}, {"prefill": ("http://a:1",)}):
-        with pytest.raises(ConfigError, match="no (prefill|decode) engine"):
+        with pytest.raises(ConfigError, match=r"no (prefill|decode) engine"):
             RouterSettings(**others)
 
 
