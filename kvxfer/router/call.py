@@ -36,6 +36,8 @@ class Trace:
     reused: bool = False
     """Prefill was told of a decode engine that holds the conversation."""
     attempts: int = 0
+    begun: float = 0.0
+    """When the last attempt began."""
     prefill_sent: float | None = None
     prefill_done: float | None = None
     decode_sent: float | None = None

@@ -135,6 +135,7 @@ class Dispatcher:
         given = False
         while True:
             trace.attempts += 1
+            trace.begun = time.monotonic()
             trace.transfer_id = single.transfer_id
             try:
                 async with self._attempt(single, call, trace, failed) as handoff:

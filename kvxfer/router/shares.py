@@ -64,7 +64,9 @@ class DecodeShare(AbstractContextManager["DecodeShare"]):
             now = time.monotonic()
             delay = now - min(trace.prefill_done or now, now)
             load.first_token_delay += _WEIGHT * (delay - load.first_token_delay)
-            self._timing.observed(trace.context, late=trace.late, delay=delay)
+            sent = trace.prefill_sent if trace.prefill_sent is not None else now
+            in_prefill = min(trace.prefill_done or now, now) - sent
+            self._timing.observed(trace.context, late=trace.late, delay=now - trace.begun - in_prefill)
 
     def __exit__(self, *_error: object) -> None:
         """Count it no more."""

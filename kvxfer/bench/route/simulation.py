@@ -76,6 +76,7 @@ class Job:
     context: Any = None
     prefill: Engine | None = None
     decode: Engine | None = None
+    prefill_sent: float = 0.0
     prefill_end: float | None = None
     room_at: float | None = None
     first: float | None = None
@@ -155,6 +156,7 @@ class Simulation:
 
     def _begin_prefill(self, job: Job) -> None:
         engine = job.prefill = self._prefill_policy.pick(self._prefills, job.asked)
+        job.prefill_sent = self._now
         engine.load.queued_tokens += job.asked.tokens
         begin = max(self._busy[engine], self._now)
         end = self._busy[engine] = begin + job.asked.tokens * self._costs.prefill_s
@@ -203,7 +205,8 @@ class Simulation:
         decode.running += 1
         delay = self._now - job.prefill_end
         load.first_token_delay += _WEIGHT * (delay - load.first_token_delay)
-        self._timing.observed(job.context, late=job.late, delay=delay)
+        waited = self._now - job.request.at - (job.prefill_end - job.prefill_sent)
+        self._timing.observed(job.context, late=job.late, delay=waited)
         step = (self._costs.step_s + self._costs.stream_s * decode.running) * decode.slow
         self._at(self._now + step * job.request.output, lambda: self._finish(job))
         self._admit()

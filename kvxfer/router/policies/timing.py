@@ -2,9 +2,10 @@
 
 Early overlaps: decode has its blocks and is registered before prefill is done, and in push chunks travel while others are
 computed. Late knows more: the queue of a decode engine may have grown while the prompt was computed, and until then nothing is
-held on any of them. *Adaptive* measures what both cost, which is the delay from prefill's end to the first token, apart for
+held on any of them. *Adaptive* measures what both cost, which is the time to first token less the prefill leg's own, apart for
 requests that found the decode engines' queues even and uneven and for prompts of different length, and takes what costs less;
-now and then it takes the other one, so that both figures stay true. ``docs/policies/timing.md``.
+now and then it takes the other one, so that both figures stay true. Where no decode engine has room, waiting for it would keep
+prefill idle, and holding it would keep others waiting: late. ``docs/policies/timing.md``.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from kvxfer.router.policies.decode import cost
+from kvxfer.router.policies.decode import cost, has_room
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,18 +22,21 @@ if TYPE_CHECKING:
     from kvxfer.router.engine import Engine
     from kvxfer.router.policies.asked import Asked
 
-EXPLORE = 32
+EXPLORE = 48
 """One in so many requests of a kind is sent the way of which less is known."""
-_WEIGHT = 0.05
+_WEIGHT = 0.02
 _SPREAD = 1.28
 """Standard deviations above the mean: the 90th percentile of a normal distribution, since it is the bad cases that count."""
-_ENOUGH = 4
-_CLEARLY = 0.8
+_ENOUGH = 16
+_CLEARLY = 0.9
 """Of early's figure: what late's must be below before it is taken."""
 
 
 Context = tuple[bool, int]
 """Requests whose delays are comparable: whether the queues were uneven, and the prompt's length as a power of four."""
+
+
+_FULL: Context = (True, -1)
 
 
 class Timing(Protocol):
@@ -43,7 +47,7 @@ class Timing(Protocol):
         ...
 
     def observed(self, context: Context, *, late: bool, delay: float) -> None:
-        """A request had its first token ``delay`` seconds after its prefill ended."""
+        """A request's first token came with so much time spent elsewhere than in its prefill leg, waits for room included."""
         ...
 
 
@@ -92,6 +96,8 @@ class Adaptive:
 
     def late(self, decode: Sequence[Engine], asked: Asked) -> tuple[bool, Context]:
         """The cheaper way, or now and then the other."""
+        if decode and not any(has_room(one, asked) for one in decode):
+            return True, _FULL
         costs = [cost(one, asked) for one in decode]
         uneven = bool(costs) and max(costs) - min(costs) > asked.tokens
         context = uneven, max(asked.tokens, 1).bit_length() // 2

@@ -91,7 +91,7 @@ def test_adaptive_takes_what_measures_better_apart_for_even_and_uneven_queues():
     some = engines(2)
     policy = Adaptive()
 
-    def run_with(delays, rounds=1000):
+    def run_with(delays, rounds=4000):
         chosen = []
         for _ in range(rounds):
             late, context = policy.late(some, Asked(100))
