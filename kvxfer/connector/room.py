@@ -8,19 +8,24 @@ or are pinned until writes have read them are not. It is said when it has change
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, field
 from typing import Any
-
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 _NAME = "reclaimable_tokens"
 _STEP = 1 / 128
 _INTERVAL = 0.5
 
 
-class RoomStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not typed where the checks run
-    """One figure on its way to the API server. The newest counts, so there is nothing to add up and nothing to log."""
+@dataclass
+class RoomStats:
+    """One figure on its way to the API server. The newest counts, so there is nothing to add up and nothing to log.
 
-    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+    What vLLM calls of a ``KVConnectorStats`` (0.29 kv_connector/v1/metrics.py).
+    """
+
+    data: dict[str, int] = field(default_factory=dict)
+
+    def aggregate(self, other: RoomStats) -> RoomStats:
         """Take the newer one."""
         return other if other.data else self
 
