@@ -92,6 +92,7 @@ class Handoff:
         while (some := await self.answer.next_events()) is not None:
             self.trace.pieces += 1
             yield some
+        self.answer.answer.end()
 
     async def _open(self) -> LegAnswer:
         return await self._stack.enter_async_context(
