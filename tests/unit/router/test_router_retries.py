@@ -5,7 +5,7 @@ import random
 
 import aiohttp
 import pytest
-from router_fakes import PATIENCE, FakeEngine, always, error_answer, event, pair, routed, run
+from router_fakes import PATIENCE, FakeEngine, always, error_answer, event, pair, read_event, routed, run
 
 STREAM = pytest.mark.parametrize("stream", [False, True])
 
@@ -279,5 +279,66 @@ def test_of_many_that_leave_at_any_moment_nothing_is_left():
                 assert (engine["requests"], engine["queued_tokens"]) == (0, 0), engine
                 assert (engine["waiting_tokens"], engine["running_tokens"]) == (0, 0), engine
             assert status["open_requests"] == status["queued_requests"] == 0
+
+    run(main())
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("mode", ["push", "pull"])
+def test_an_engine_killed_under_load_fails_only_what_it_had_begun_to_stream(role, mode):
+    async def main():
+        ps, ds = two_pairs()
+        killed = ps[0] if role == "prefill" else ds[0]
+        transports = set()
+        dead_now = asyncio.Event()
+        chance = random.Random(11)
+
+        async def takes_a_while(call, request):
+            transports.add(request.transport)
+            await asyncio.sleep(0.1 + chance.random() * 0.1)
+
+        async def streams_slowly(call, request):
+            transports.add(request.transport)
+            await asyncio.sleep(0.25 + chance.random() * 0.1)
+            response = await killed.begin(request)
+            for _ in range(8):
+                await response.write(event(killed.chunk(call, "a")))
+                await asyncio.sleep(0.02)
+            await response.write(b"data: [DONE]\n\n")
+            return response
+
+        for one in ps:
+            one.behave = takes_a_while
+        for one in ds:
+            one.behave = streams_slowly
+
+        async def kill():
+            await asyncio.sleep(0.5)
+            for site in tuple(killed.runner.sites):
+                await site.stop()
+            for transport in transports:
+                if transport is not None and transport.get_extra_info("sockname")[1] == killed.port:
+                    transport.abort()
+            dead_now.set()
+
+        async def client(number):
+            await asyncio.sleep(number * 0.01)
+            async with router.post(prompt="x", stream=True) as response:
+                raw = await response.read()
+                assert response.status == 200, raw
+                return [read_event(part) for part in raw.split(b"\n\n") if part]
+
+        async with routed(ps, ds, mode=mode) as router:
+            killing = asyncio.ensure_future(kill())
+            answers = await asyncio.gather(*(client(number) for number in range(100)))
+            await killing
+            whole = [one for one in answers if one[-1] == "[DONE]"]
+            broken = [one for one in answers if one[-1] != "[DONE]"]
+            assert all(len(one) == 9 for one in whole)
+            for one in broken:
+                assert len(one) > 1, "what had not begun to stream was not tried again"
+                assert one[-1]["error"]["code"] == 502
+            assert len(broken) <= (0 if role == "prefill" else 20)
+            assert killed.calls
 
     run(main())
