@@ -27,7 +27,7 @@ def route(
     seeds: Annotated[int, typer.Option(help="Simulated runs of each load.", min=1)] = 3,
 ) -> None:
     """Measure what the router costs, and simulate what its choice of decode gains."""
-    from kvxfer.bench.demo import write_json
+    from kvxfer.bench.results import write
     from kvxfer.bench.route.simulation import TIMINGS, Costs, simulate
     from kvxfer.bench.route.traffic import Load, measure
 
@@ -51,4 +51,4 @@ def route(
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None
     if json is not None:
-        write_json(json, result)
+        write(json, result)

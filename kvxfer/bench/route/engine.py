@@ -1,7 +1,8 @@
 """Stand-in engines: they speak vLLM's HTTP as a kvxfer engine does, and send tokens at a pace that is given.
 
-One process plays several engines, each on a port of its own, so that two cores suffice for a whole measurement. Streams
-share one timer: every ``interval`` each of them gets one event in a write of its own, as from a real engine's event loop.
+One process plays several engines, each on a port of its own, so that two cores suffice for a whole measurement. Every
+``interval`` each stream gets one event in a write of its own, and the streams are spread over the interval: vLLM's API server,
+too, needs time for each stream's token of a step.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ _EVENT = (
     b'data: {"id":"cmpl-0123456789abcdef","object":"text_completion","created":1764500000,"model":"stand-in",'
     b'"choices":[{"index":0,"text":" token","logprobs":null,"finish_reason":%b,"stop_reason":null}],"usage":null}\n\n'
 )
+_SLOTS = 20
 _TOKEN = chunk(_EVENT % b"null")
 _END = chunk(_EVENT % b'"length"') + chunk(b"data: [DONE]\n\n") + LAST_CHUNK
 
@@ -29,20 +31,25 @@ class Pace:
 
     first: float
     interval: float
-    streams: dict[Connection, int] = field(default_factory=dict)
-    """Who is owed how many tokens."""
+    slots: list[dict[Connection, int]] = field(default_factory=lambda: [{} for _ in range(_SLOTS)])
+    """Who is owed how many tokens, by when in the interval."""
+    _next: int = 0
+
+    def slot(self) -> dict[Connection, int]:
+        """The place of a new stream."""
+        self._next = (self._next + 1) % _SLOTS
+        return self.slots[self._next]
 
     async def run(self) -> None:
         """Send one token to every stream, each ``interval``, for ever."""
         loop = asyncio.get_running_loop()
         due = loop.time()
         while True:
-            due = max(due + self.interval, loop.time())
-            await asyncio.sleep(max(due - loop.time(), 0))
-            for number, stream in enumerate(tuple(self.streams)):
-                stream.token()
-                if number % 32 == 31:  # noqa: PLR2004 -- others' first tokens must not wait for all of these
-                    await asyncio.sleep(0)
+            for slot in self.slots:
+                due = max(due + self.interval / _SLOTS, loop.time())
+                await asyncio.sleep(max(due - loop.time(), 0))
+                for stream in tuple(slot):
+                    stream.token()
 
 
 class Connection(Requests):
@@ -54,6 +61,7 @@ class Connection(Requests):
         self._name = f"{role}-{number}"
         self._port = 5600 + number
         self._pace = pace
+        self._slot = pace.slot()
 
     def asked(self, method: str, path: str, head: bytes, body: bytes) -> None:  # noqa: ARG002
         """Answer like vLLM."""
@@ -68,7 +76,7 @@ class Connection(Requests):
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
         """Forget the stream, as vLLM aborts its request."""
-        self._pace.streams.pop(self, None)
+        self._slot.pop(self, None)
 
     def _complete(self, body: dict[str, Any]) -> None:
         loop = asyncio.get_running_loop()
@@ -109,18 +117,18 @@ class Connection(Requests):
         if self.transport.is_closing():
             return
         self.transport.write(STREAM_HEAD + _TOKEN)
-        self._pace.streams[self] = tokens - 1
+        self._slot[self] = tokens - 1
 
     def token(self) -> None:
         """Send the next token."""
-        left = self._pace.streams.get(self)
+        left = self._slot.get(self)
         if left is None:
             return
         if left > 1:
-            self._pace.streams[self] = left - 1
+            self._slot[self] = left - 1
             self.transport.write(_TOKEN)
         else:
-            del self._pace.streams[self]
+            del self._slot[self]
             self.transport.write(_END)
 
     def _metrics(self) -> bytes:

@@ -131,7 +131,7 @@ def _between(command: list[str], ready: Callable[[], bool]) -> Iterator[Running]
         yield Running(process)
     finally:
         process.kill()
-        process.communicate()
+        process.wait()
 
 
 def generate(ports: Sequence[int], load: Load, *, requests: int = 0, tokens: int | None = None) -> dict[str, Any]:
