@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import subprocess
-import sys
 
 import aiohttp
 import pytest
 
+from kvxfer.bench import vllm_serve
 from kvxfer.bench.engines import MODEL_NAME
-from tests.e2e.conftest import Pair, prompt
+from tests.e2e.conftest import PYTHON, Pair, prompt
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
@@ -47,16 +45,13 @@ def test_openais_client_library(pair: Pair) -> None:
         client.completions.create(model=MODEL_NAME, prompt="x", n=0)
 
 
-def test_vllms_own_load_generator(pair: Pair, bench_model, tmp_path) -> None:
-    command = [
-        sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve", "--backend", "openai", "--base-url", pair.router.url,
-        "--model", MODEL_NAME, "--tokenizer", str(bench_model), "--dataset-name", "random", "--random-input-len", "150",
-        "--random-output-len", "8", "--num-prompts", "12", "--max-concurrency", "4", "--save-result", "--result-dir", str(tmp_path),
-        "--result-filename", "r.json", "--disable-tqdm",
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    assert json.loads((tmp_path / "r.json").read_text())["completed"] == 12
+def test_vllms_own_load_generator(pair: Pair, bench_model) -> None:
+    raw = vllm_serve.measure(
+        PYTHON, qps=4, input_tokens=150, output_tokens=8, requests=12, seed=5, url=pair.router.url, model=str(bench_model),
+        served_model_name=MODEL_NAME, warm_up=1,
+    )  # fmt: skip
+    assert raw["completed"] == 12
+    assert raw["total_output_tokens"] == 12 * 8
 
 
 def test_what_an_operator_sees(pair: Pair) -> None:
