@@ -150,7 +150,10 @@ def register(app: typer.Typer) -> None:
 
 
 async def _serve(settings: RouterSettings) -> None:
-    from kvxfer.router.parts import serve
+    try:
+        from kvxfer.router.parts import serve
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"the router needs {error.name}: pip install 'kvxfer[router]'") from None
 
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
