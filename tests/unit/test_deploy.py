@@ -139,7 +139,8 @@ def test_engines_have_their_devices_probes_and_drain(name):
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert one[probe]["httpGet"] == {"path": "/health", "port": "http"}
     slept = int(one["lifecycle"]["preStop"]["exec"]["command"][1])
-    assert pod["spec"]["terminationGracePeriodSeconds"] > slept
+    (ends,) = (int(argument.split("=")[1]) for argument in one["args"] if argument.startswith("--shutdown-timeout="))
+    assert pod["spec"]["terminationGracePeriodSeconds"] > slept + ends
 
 
 def test_engines_that_span_hosts_have_one_name_and_their_rank():
@@ -188,6 +189,8 @@ def test_units(path):
     if program.endswith("/vllm"):
         assert connector(arguments)["kv_role"] == ("kv_producer" if "prefill" in path.stem else "kv_consumer")
         assert "KVXFER_SECRET_FILE" in text
+        ends = int(arguments[arguments.index("--shutdown-timeout") + 1])
+        assert int(re.search(r"^TimeoutStopSec=(\d+)$", text, re.MULTILINE)[1]) > ends
     else:
         assert arguments.pop(0) == "router"
         check_router(arguments)
