@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from kvxfer.router.call import Call, Trace
-from kvxfer.router.conversations import HEADER
+from kvxfer.router.conversations import HEADER, estimated_tokens
 from kvxfer.router.fanout import read_all, stream_all
 from kvxfer.router.limits import key_of, owner_of
 from kvxfer.router.merge import StreamMerger, merge_answers
 from kvxfer.router.openai import ApiError
+from kvxfer.router.policies.asked import Asked
 from kvxfer.router.relay import Relay, joined
 from kvxfer.router.settings import Role
 from kvxfer.router.split import ClientRequest, SingleRequest, read_request
@@ -84,7 +85,7 @@ class Front:
         headers = passed_on(request)
         headers.setdefault("traceparent", f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01")
         authorization = request.headers.get("Authorization")
-        call = Call(headers)
+        call = Call(headers, Asked(estimated_tokens(asked.singles[0].body)))
         if parts.conversations is not None:
             call.conversation, call.asked = await parts.conversations.find(
                 asked, request.headers.get(HEADER), owner_of(authorization)

@@ -180,6 +180,12 @@ def test_conversations_can_be_left_out():
             for _ in range(2):
                 await turn(router, messages=chat("x"))
             assert all("conversation_id" not in call.params for call in p.calls)
+            await turn(router, prompt=[1] * 500)
+            status = await (await router.session.get(router.base + "/status")).json()
+            assert status["requests"][-1]["prompt_tokens_estimated"] == 500, (
+                "policies know a prompt's length all the same"
+            )
+            assert status["conversations_in"] == "off"
 
     run(main())
 
