@@ -162,7 +162,8 @@ class Dispatcher:
     ) -> AsyncIterator[Handoff]:
         headers = {**call.headers, "X-Request-Id": single.request_id}
         asked = call.asked
-        trace.prefill = trace.decode = trace.prefill_done = None
+        trace.prefill = trace.decode = None
+        trace.prefill_sent = trace.prefill_done = trace.decode_sent = None
         trace.late, trace.context = self._timing.late(self._engines.usable(Role.DECODE, failed), asked)
         trace.late = trace.late or self.settings.mode is Mode.PULL
         async with AsyncExitStack() as stack:
