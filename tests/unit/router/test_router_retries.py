@@ -247,7 +247,8 @@ def test_health_says_that_the_router_stops_while_it_still_answers():
     run(main())
 
 
-def test_of_many_that_leave_at_any_moment_nothing_is_left():
+@pytest.mark.parametrize("count", [400, pytest.param(5000, marks=pytest.mark.slow)])
+def test_of_many_that_leave_at_any_moment_nothing_is_left(count):
     async def main():
         ps, ds = two_pairs()
         chance = random.Random(7)
@@ -270,7 +271,7 @@ def test_of_many_that_leave_at_any_moment_nothing_is_left():
                 else:
                     assert (await work)[-1] == "[DONE]"
 
-            for start in range(0, 400, 50):
+            for start in range(0, count, 50):
                 await asyncio.gather(*(client(start + number) for number in range(50)))
             calls = [call for one in (*ps, *ds) for call in one.calls]
             await asyncio.wait_for(asyncio.gather(*(call.ended.wait() for call in calls)), PATIENCE)
