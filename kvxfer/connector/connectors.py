@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from kvxfer.config import settings_from
 from kvxfer.connector import block_major, compat, plugin
 from kvxfer.connector.metadata import NOTHING, RankHandshake, RankNews, StepMetadata
+from kvxfer.connector.room import Room, RoomStats
 from kvxfer.connector.scheduler import SchedulerHalf
 from kvxfer.connector.worker import WorkerHalf
 from kvxfer.protocol.ids import RankId
@@ -43,6 +44,7 @@ class KvxferConnector(KVConnectorBase_V1, *compat.supports_hybrids()):  # type: 
             logger.info("settings of upstream's connectors without effect here: %s", ", ".join(sorted(ignored)))
         compat.check_groups(vllm_config, kv_cache_config)
         incarnation = secrets.token_hex(8)
+        self._room = Room(vllm_config.cache_config.block_size)
         if role is KVConnectorRole.SCHEDULER:
             me = RankId(transfer.engine_id, incarnation, -1)
             self._scheduler = self.scheduler_half(vllm_config, kv_cache_config, self.mode, settings, me)
@@ -57,6 +59,7 @@ class KvxferConnector(KVConnectorBase_V1, *compat.supports_hybrids()):  # type: 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """See SchedulerHalf."""
         self._scheduler.bind_block_pool(gpu_block_pool)
+        self._room.bind(gpu_block_pool)
 
     def on_new_request(self, request: Any) -> None:
         """See SchedulerHalf."""
@@ -184,6 +187,15 @@ class KvxferConnector(KVConnectorBase_V1, *compat.supports_hybrids()):  # type: 
         """Ask for a block-major cache, since vLLM 0.29."""
         return block_major.required_layout(vllm_config)
 
+    def get_kv_connector_stats(self) -> RoomStats | None:
+        """In the scheduler's process: how much KV a new request could be given, when that has changed."""
+        return self._room.news()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> RoomStats:  # noqa: ARG003
+        """For vLLM's log, which has the cache's use already: nothing."""
+        return RoomStats()
+
     @classmethod
     def build_prom_metrics(
         cls,
@@ -192,7 +204,7 @@ class KvxferConnector(KVConnectorBase_V1, *compat.supports_hybrids()):  # type: 
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> Any:
-        """Add ``kvxfer_info`` to the engine's metrics."""
+        """Add ``kvxfer_info`` and ``kvxfer_reclaimable_tokens`` to the engine's metrics."""
         from kvxfer.connector.info import InfoMetrics
 
         return InfoMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues, cls.mode)

@@ -1,4 +1,4 @@
-"""The ``kvxfer_info`` gauge: how a router learns an engine's id and control address from the engine itself.
+"""The ``kvxfer_info`` gauge: how a router learns an engine's id and control address from the engine itself; and how full it is.
 
 vLLM shows neither over HTTP, but it lets a connector add metrics in the API server's process, which has the configuration.
 One sample an engine (data-parallel rank), with value 1; everything is in the labels.
@@ -11,13 +11,14 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
 
 from kvxfer.config import settings_from
+from kvxfer.connector import room
 from kvxfer.protocol.messages import WIRE_VERSION
 
 LABELS = ("engine_id", "host", "port", "tp_size", "pp_size", "role", "mode", "wire")
 
 
 class InfoMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM is not typed where the checks run
-    """Sets the gauge once, when the API server starts."""
+    """Sets the identity once, when the API server starts, and the room whenever the scheduler's process says it."""
 
     def __init__(
         self,
@@ -50,6 +51,14 @@ class InfoMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM is not 
                 "wire": WIRE_VERSION,
             }
             gauge.labels(*values, *(str(identity[label]) for label in LABELS)).set(1)
+        self._room = self._gauge_cls(
+            name="kvxfer_reclaimable_tokens",
+            documentation="KV tokens that a new request could be given: free blocks, and cached ones that nobody refers to.",
+            labelnames=labelnames,
+        )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Nothing changes after the start."""
+        """Take what the scheduler's half says of the cache."""
+        tokens = room.said(transfer_stats_data)
+        if tokens is not None:
+            self._room.labels(*self.per_engine_labelvalues[engine_idx]).set(tokens)

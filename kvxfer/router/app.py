@@ -1,134 +1,213 @@
-"""The HTTP front: OpenAI's routes, health, and how an answer reaches the client.
+"""The HTTP front: OpenAI's routes, and how an answer reaches the client.
 
 Guarantees: a client always reads OpenAI's shapes, never a bare text page; a response's headers are sent only with its
 first event, so that every failure before it has the right HTTP status; a client that goes away ends both legs at once
-(the server runs handlers with cancellation); and at most one socket buffer of a stream is held for a slow client.
+(the server runs handlers with cancellation); and a stream holds a bounded number of bytes for a slow client.
 """
 
 from __future__ import annotations
 
 import logging
+import secrets
 from contextlib import aclosing, asynccontextmanager
 from typing import TYPE_CHECKING
 
-import aiohttp
 from aiohttp import web
 
-from kvxfer.errors import ConfigError
-from kvxfer.router.dispatch import Dispatcher
-from kvxfer.router.engines import Engines
+from kvxfer.router.call import Call, Trace
+from kvxfer.router.conversations import HEADER, estimated_tokens
 from kvxfer.router.fanout import read_all, stream_all
+from kvxfer.router.limits import key_of, owner_of
 from kvxfer.router.merge import StreamMerger, merge_answers
 from kvxfer.router.openai import ApiError
-from kvxfer.router.settings import Role, RouterSettings
-from kvxfer.router.split import CHAT, COMPLETIONS, ClientRequest, read_request
+from kvxfer.router.policies.asked import Asked
+from kvxfer.router.relay import Relay, joined
+from kvxfer.router.settings import Role
+from kvxfer.router.split import ClientRequest, SingleRequest, read_request
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+
+    from kvxfer.router.dispatch import Handoff
+    from kvxfer.router.parts import Parts
 
 log = logging.getLogger(__name__)
 
 # What of a client's headers concerns the engines: who it is, and its trace.
 _PASSED_ON = ("Authorization", "traceparent", "tracestate")
-# uvicorn closes a connection that was idle for 5 s (vLLM's VLLM_HTTP_TIMEOUT_KEEP_ALIVE). A POST that meets this moment
-# fails and may not be repeated, so our side lets go first.
-_KEEP_ALIVE = 3.0
-# How long a stop waits for the requests in flight.
-_LAST_REQUESTS = 5.0
 
 
-class Router:
-    """The state behind the routes: settings, engines, and the one session that all legs share."""
+class ClientGoneError(Exception):
+    """Whoever asked has closed the connection."""
 
-    def __init__(self, settings: RouterSettings) -> None:
-        self.settings = settings
-        self.session: aiohttp.ClientSession
-        self.engines: Engines
-        self.dispatcher: Dispatcher
 
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Open the session and check the engines for as long as the block lasts."""
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE)
-        timeout = aiohttp.ClientTimeout(total=None)
-        # Answers pass through as bytes, so they must come as they are, not compressed.
-        headers = {"Accept-Encoding": "identity", "User-Agent": "kvxfer-router"}
-        async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers) as self.session:
-            self.engines = Engines(self.settings, self.session)
-            self.dispatcher = Dispatcher(self.settings, self.session, self.engines)
-            self.engines.start()
-            try:
-                yield
-            finally:
-                await self.engines.stop()
-                await self.dispatcher.stop()
+class Front:
+    """The handlers of completions, models and health."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
 
     async def health(self, _request: web.Request) -> web.Response:
         """200 while a request could be served, and every engine with the reason why it is not used."""
-        ready = self.engines.ready
+        parts = self._parts
+        ready = parts.engines.ready and not parts.leaving
         body = {
-            "status": "ok" if ready else "unavailable",
-            "mode": self.settings.mode.value,
-            "engines": [engine.describe() for engine in self.engines],
+            "status": "ok" if ready else "stopping" if parts.leaving else "unavailable",
+            "mode": parts.settings.mode.value,
+            "engines": [engine.describe() for engine in parts.engines],
         }
         return web.json_response(body, status=200 if ready else 503)
 
     async def models(self, request: web.Request) -> web.Response:
         """A decode engine's model list, as it is."""
-        engine = self.engines.pick(Role.DECODE)
-        status, body = await self.engines.models(engine, _passed_on(request))
+        engine = self._parts.engines.pick(Role.DECODE)
+        status, body = await self._parts.engines.ask(engine, "v1/models", passed_on(request))
         return web.Response(body=body, status=status, content_type="application/json")
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         """Both completion routes."""
-        asked = read_request(request.path, await self._body(request), self.settings.max_singles)
-        try:
-            return await self._answer(request, asked)
-        except Exception as error:  # noqa: BLE001 -- whatever it is, the client reads OpenAI's shape
-            return _refusal(_told(error, asked.request_id), asked.request_id)
+        parts = self._parts
+        if parts.stopping:
+            raise ApiError(503, "this router is stopping")
+        with parts.limits.one(owner_of(request.headers.get("Authorization"))):
+            asked = read_request(request.path, await self._body(request), parts.settings.max_singles)
+            try:
+                return await self._answer(request, asked)
+            except ClientGoneError:
+                return web.Response(status=499)  # nobody reads it
+            except Exception as error:  # noqa: BLE001 -- whatever it is, the client reads OpenAI's shape
+                told = _told(error, asked.request_id)
+                parts.seen.refused.labels(str(told.status)).inc()
+                return _refusal(told, asked.request_id)
 
     async def _answer(self, request: web.Request, asked: ClientRequest) -> web.StreamResponse:
-        headers = _passed_on(request)
-        if asked.stream:
-            return await _stream(request, asked.request_id, self._stream(asked, headers))
-        if len(asked.singles) == 1:
-            async with self.dispatcher.handoff(asked.singles[0], headers) as handoff:
-                body = await handoff.read()
-        else:
-            body = merge_answers(asked, await read_all(self.dispatcher, asked, headers))
-        answer_headers = {"X-Request-Id": asked.request_id}
-        return web.Response(body=body, content_type="application/json", headers=answer_headers)
+        parts = self._parts
+        headers = passed_on(request)
+        headers.setdefault("traceparent", f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01")
+        authorization = request.headers.get("Authorization")
+        call = Call(headers, Asked(estimated_tokens(asked.singles[0].body)))
+        if parts.conversations is not None:
+            call.conversation, call.asked = await parts.conversations.find(
+                asked, request.headers.get(HEADER), owner_of(authorization)
+            )
+        if asked.client_params and key_of(authorization) in parts.settings.trusted_keys:
+            call.client_params = asked.client_params
 
-    async def _stream(self, asked: ClientRequest, headers: dict[str, str]) -> AsyncGenerator[bytes, None]:
+        def open_handoff(single: SingleRequest) -> _Handed:
+            return self._handed(single, call)
+
+        most = parts.settings.concurrent_singles
+        told = {"X-Request-Id": asked.request_id}
         if len(asked.singles) == 1:
-            async with self.dispatcher.handoff(asked.singles[0], headers) as handoff:
-                async for events in handoff.events():
-                    yield b"\n\n".join(events) + b"\n\n"
-            return
-        merger = StreamMerger(asked)
-        async with aclosing(stream_all(self.dispatcher, asked, headers)) as all_events:
-            async for single, events in all_events:
-                if data := merger.add(single, events):
-                    yield data
-        yield merger.end()
+            async with self._handed(asked.singles[0], call) as handoff:
+                if handoff.trace.skipped:
+                    told["X-Kvxfer-Prefill"] = "skipped"
+                if asked.stream:
+                    return await _pass_on(request, told, handoff)
+                return web.Response(body=handoff.body, content_type="application/json", headers=told)
+        if asked.stream:
+            return await _stream(request, told, _merged(asked, most, open_handoff))
+        body = merge_answers(asked, await read_all(asked, most, open_handoff))
+        return web.Response(body=body, content_type="application/json", headers=told)
+
+    @asynccontextmanager
+    async def _handed(self, single: SingleRequest, call: Call) -> AsyncIterator[Handoff]:
+        """One single request, from its arrival to its end, seen and remembered."""
+        parts = self._parts
+        trace = Trace(single.request_id, trace_id(call.headers["traceparent"]), tokens=call.asked.tokens)
+        outcome = "client gone"
+        try:
+            async with parts.dispatcher.handoff(single, call, trace) as handoff:
+                yield handoff
+            outcome = "ok"
+        except ApiError as error:
+            outcome = f"error {error.status}"
+            raise
+        except ClientGoneError:
+            raise
+        except Exception:
+            outcome = "error 500"
+            raise
+        finally:
+            if trace.outcome != "open":
+                outcome = trace.outcome
+            parts.seen.ended(trace, outcome)
+            if outcome == "ok" and parts.conversations is not None and call.conversation is not None:
+                tokens = call.asked.tokens + trace.pieces
+                await parts.conversations.remember(call.conversation, trace.prefill, trace.decode, tokens)
 
     async def _body(self, request: web.Request) -> bytes:
         try:
             return await request.read()
         except web.HTTPRequestEntityTooLarge:
-            limit = self.settings.max_body_size
+            limit = self._parts.settings.max_body_size
             raise ApiError(413, f"the request's body is larger than {limit} bytes (--max-body-size)") from None
         except (ConnectionError, web.RequestPayloadError) as error:
             raise ApiError(400, f"the request's body could not be read: {error}") from None
 
 
-async def _stream(request: web.Request, request_id: str, data: AsyncGenerator[bytes, None]) -> web.StreamResponse:
-    """Write a stream. Before its first bytes a failure is the caller's to answer; after them it is the last event."""
-    response = web.StreamResponse(
-        headers={"X-Request-Id": request_id, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    )
+if TYPE_CHECKING:
+    from contextlib import AbstractAsyncContextManager
+    from typing import TypeAlias
+
+    _Handed: TypeAlias = AbstractAsyncContextManager[Handoff]
+
+
+async def _merged(
+    asked: ClientRequest, most: int, open_handoff: Callable[[SingleRequest], _Handed]
+) -> AsyncGenerator[bytes, None]:
+    merger = StreamMerger(asked)
+    async with aclosing(stream_all(asked, most, open_handoff)) as all_events:
+        async for single, events in all_events:
+            if data := merger.add(single, events):
+                yield data
+    yield merger.end()
+
+
+def _event_stream(request: web.Request, headers: dict[str, str]) -> web.StreamResponse:
+    response = web.StreamResponse(headers=headers | {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
     response.content_type = "text/event-stream"
     response.charset = "utf-8"
+    if request.version >= (1, 1):
+        response.enable_chunked_encoding()
+    return response
+
+
+async def _pass_on(request: web.Request, headers: dict[str, str], handoff: Handoff) -> web.StreamResponse:
+    """Pass a single stream on, which has begun. From here on a failure is the stream's last event."""
+    response = _event_stream(request, headers)
+    answer = handoff.answer
+    try:
+        await response.prepare(request)
+        await response.write(joined(handoff.first))
+        if answer.failure is not None:
+            raise answer.failure
+        if answer.finished:
+            answer.answer.end()
+        else:
+            if request.transport is None:
+                raise ConnectionResetError("the client went away")
+            relay = Relay(answer, request.transport, chunked=response.chunked)
+            try:
+                await relay.run()
+            finally:
+                handoff.trace.pieces = relay.pieces
+    except ApiError as error:
+        await response.write(_told(error, handoff.trace.request_id).event())
+        handoff.trace.outcome = "error in the stream"
+    except ConnectionError:
+        log.info("request %s: the client went away", handoff.trace.request_id)
+        raise ClientGoneError from None
+    await response.write_eof()
+    return response
+
+
+async def _stream(
+    request: web.Request, headers: dict[str, str], data: AsyncGenerator[bytes, None]
+) -> web.StreamResponse:
+    """Write a merged stream. Before its first bytes a failure is the caller's to answer; after them it is the last event."""
+    response = _event_stream(request, headers)
+    request_id = headers["X-Request-Id"]
     async with aclosing(data):
         try:
             async for some in data:
@@ -155,14 +234,17 @@ def _told(error: Exception, request_id: str) -> ApiError:
 
 
 def _refusal(told: ApiError, request_id: str | None = None) -> web.Response:
-    headers = None if request_id is None else {"X-Request-Id": request_id}
+    headers = {} if request_id is None else {"X-Request-Id": request_id}
+    if told.status in {429, 503}:
+        headers["Retry-After"] = "1"
     return web.Response(body=told.body(), status=told.status, content_type="application/json", headers=headers)
 
 
 @web.middleware
-async def _openai_errors(
+async def openai_errors(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
+    """Answer whatever a handler raises in OpenAI's shape."""
     try:
         return await handler(request)
     except web.HTTPException as error:
@@ -174,40 +256,12 @@ async def _openai_errors(
     return _refusal(told)
 
 
-def _passed_on(request: web.Request) -> dict[str, str]:
+def trace_id(traceparent: str) -> str:
+    """The trace id of a W3C trace context; of anything else, all of it."""
+    parts = traceparent.split("-")
+    return parts[1] if len(parts) >= 4 else traceparent[:64]  # noqa: PLR2004
+
+
+def passed_on(request: web.Request) -> dict[str, str]:
+    """What of the client's headers an engine is sent."""
     return {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
-
-
-def make_app(settings: RouterSettings) -> web.Application:
-    """The router as an aiohttp application; run it with ``handler_cancellation``, as ``serve`` does."""
-    router = Router(settings)
-
-    async def context(_app: web.Application) -> AsyncIterator[None]:
-        async with router.running():
-            yield
-
-    app = web.Application(middlewares=[_openai_errors], client_max_size=settings.max_body_size)
-    app.cleanup_ctx.append(context)
-    app.router.add_get("/health", router.health)
-    app.router.add_get("/v1/models", router.models)
-    app.router.add_post(COMPLETIONS, router.complete)
-    app.router.add_post(CHAT, router.complete)
-    return app
-
-
-@asynccontextmanager
-async def serve(settings: RouterSettings) -> AsyncIterator[int]:
-    """Listen, and hand out the port (``settings.port`` 0 takes a free one); stop at the block's end."""
-    runner = web.AppRunner(
-        make_app(settings), handler_cancellation=True, access_log=None, shutdown_timeout=_LAST_REQUESTS
-    )
-    await runner.setup()
-    try:
-        site = web.TCPSite(runner, settings.host, settings.port, backlog=4096)
-        try:
-            await site.start()
-        except OSError as error:
-            raise ConfigError(f"cannot listen on {settings.host} port {settings.port}: {error}") from None
-        yield runner.addresses[0][1]
-    finally:
-        await runner.cleanup()

@@ -1,4 +1,4 @@
-"""Many single requests at once, a bounded number in flight, and all ended by the first failure.
+"""Many single requests at once, a bounded number (``most``) in flight, and all ended by the first failure.
 
 Memory is bounded too: streams meet in one queue of a few entries, so a slow client slows its engines down.
 """
@@ -9,22 +9,25 @@ import asyncio
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Mapping, Sequence
-    from typing import Any
+    from collections.abc import AsyncGenerator, Callable, Sequence
+    from contextlib import AbstractAsyncContextManager
+    from typing import Any, TypeAlias
 
-    from kvxfer.router.dispatch import Dispatcher
+    from kvxfer.router.dispatch import Handoff
     from kvxfer.router.split import ClientRequest, SingleRequest
+
+    Opener: TypeAlias = Callable[[SingleRequest], AbstractAsyncContextManager[Handoff]]
 
 _QUEUED = 16
 
 
-async def read_all(dispatcher: Dispatcher, request: ClientRequest, headers: Mapping[str, str]) -> list[bytes]:
+async def read_all(request: ClientRequest, most: int, open_handoff: Opener) -> list[bytes]:
     """The answers of all single requests, in their order; the first failure ends the others and is raised."""
-    free = asyncio.Semaphore(dispatcher.settings.concurrent_singles)
+    free = asyncio.Semaphore(most)
 
     async def one(single: SingleRequest) -> bytes:
-        async with free, dispatcher.handoff(single, headers) as handoff:
-            return await handoff.read()
+        async with free, open_handoff(single) as handoff:
+            return handoff.body
 
     tasks = [asyncio.ensure_future(one(single)) for single in request.singles]
     try:
@@ -34,17 +37,17 @@ async def read_all(dispatcher: Dispatcher, request: ClientRequest, headers: Mapp
 
 
 async def stream_all(
-    dispatcher: Dispatcher, request: ClientRequest, headers: Mapping[str, str]
+    request: ClientRequest, most: int, open_handoff: Opener
 ) -> AsyncGenerator[tuple[SingleRequest, list[bytes]], None]:
     """Yield the events of all single streams as they come; the first failure ends the others and is raised.
 
     Close the iterator (``contextlib.aclosing``) to end everything at once.
     """
-    free = asyncio.Semaphore(dispatcher.settings.concurrent_singles)
+    free = asyncio.Semaphore(most)
     queue: asyncio.Queue[tuple[SingleRequest, list[bytes]] | Exception | None] = asyncio.Queue(_QUEUED)
 
     async def one(single: SingleRequest) -> None:
-        async with free, dispatcher.handoff(single, headers) as handoff:
+        async with free, open_handoff(single) as handoff:
             async for events in handoff.events():
                 await queue.put((single, events))
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kvxfer.router.openai import ApiError, Json
 
 if TYPE_CHECKING:
+    from kvxfer.router.call import Call
     from kvxfer.router.identity import Identity
     from kvxfer.router.split import SingleRequest
 
@@ -30,8 +31,8 @@ _ONLY_FOR_DECODE = (
 )
 
 
-def prefill_body(single: SingleRequest) -> Json:
-    """The prefill leg: the same prompt, one token, no stream."""
+def prefill_body(single: SingleRequest, call: Call | None = None) -> Json:
+    """The prefill leg: the same prompt, one token, no stream; and which decode engine holds earlier turns' KV."""
     body = {key: value for key, value in single.body.items() if key not in _ONLY_FOR_DECODE}
     body |= {"stream": False, "max_tokens": 1, "n": 1}
     if "max_completion_tokens" in body:
@@ -45,7 +46,16 @@ def prefill_body(single: SingleRequest) -> Json:
         "remote_port": None,
         "transfer_id": single.transfer_id,
     }
+    if call is not None:
+        body["kv_transfer_params"] = call.client_params | body["kv_transfer_params"]
+        if call.conversation is not None:
+            body["kv_transfer_params"] |= call.conversation.reuse_params()
     return body
+
+
+def alone_body(single: SingleRequest) -> Json:
+    """The decode leg of a request that is not handed over: decode computes what it lacks by itself."""
+    return single.body
 
 
 def push_decode_body(single: SingleRequest, source: Identity) -> Json:

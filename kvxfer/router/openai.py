@@ -8,9 +8,12 @@ ends with ``[DONE]``.
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Json = dict[str, Any]
 
@@ -19,7 +22,11 @@ _TYPES = {
     400: "BadRequestError",
     404: "NotFoundError",
     405: "MethodNotAllowedError",
+    401: "AuthenticationError",
+    403: "PermissionDeniedError",
+    409: "ConflictError",
     413: "RequestEntityTooLargeError",
+    429: "RateLimitError",
     500: "InternalServerError",
     502: "BadGatewayError",
     503: "ServiceUnavailableError",
@@ -44,7 +51,7 @@ class ApiError(Exception):
         }
 
     @classmethod
-    def of_engine(cls, status: int, error: Json) -> ApiError:
+    def of_engine(cls, status: int, error: Json) -> Self:
         """Carry an engine's own error object as it is; only a key that OpenAI's shape needs is added."""
         made = cls(status, str(error.get("message", "")))
         made.error = made.error | error
@@ -100,6 +107,11 @@ class EventCutter:
 
     def __init__(self) -> None:
         self._rest = b""
+
+    @property
+    def holds(self) -> bool:
+        """Whether the beginning of an event waits for its end."""
+        return bool(self._rest)
 
     def feed(self, data: bytes) -> list[bytes]:
         """Return the events that ``data`` completes, each without its blank line."""

@@ -30,12 +30,33 @@ class Role(str, Enum):
     DECODE = "decode"
 
 
+class Choice(str, Enum):
+    """How an engine is chosen among the usable ones."""
+
+    LOAD = "load"
+    ROUND_ROBIN = "round-robin"
+
+
+class When(str, Enum):
+    """When the decode engine is chosen; with pull it is always late."""
+
+    EARLY = "early"
+    LATE = "late"
+    ADAPTIVE = "adaptive"
+
+
 @dataclass(frozen=True, slots=True)
 class RouterSettings:
     """One router. Durations are seconds, sizes are bytes."""
 
-    prefill: tuple[str, ...]
-    decode: tuple[str, ...]
+    prefill: tuple[str, ...] = ()
+    decode: tuple[str, ...] = ()
+    engines_file: str | None = None
+    """A JSON file with the keys ``prefill`` and ``decode``, lists of URLs; it is watched."""
+    prefill_dns: str | None = None
+    """A URL whose host is a name for all prefill engines (a headless service); it is resolved again and again."""
+    decode_dns: str | None = None
+    dns_interval: float = 5.0
     mode: Mode = Mode.PUSH
     host: str = "127.0.0.1"
     port: int = 8000
@@ -48,22 +69,96 @@ class RouterSettings:
     """The most single requests (prompts × n) that one client request may become."""
     concurrent_singles: int = 64
     """How many of those are in flight at one time."""
+    max_requests: int = 8192
+    """The most client requests at one time; more are refused at once."""
+    rate_limit: float = 0.0
+    """Client requests a second of one API key, on average; 0: any number."""
+    rate_burst: int = 32
+    """How many of them may come at once."""
+    retries: int = 3
+    """How often a request of which nothing has been streamed is tried with other engines."""
+    choice: Choice = Choice.LOAD
+    decode_when: When = When.EARLY
+    skip_prefill_below: int = 0
+    """A prompt of which a decode engine lacks fewer tokens than this is not handed over; 0: every prompt is."""
+    decode_share: float = 0.5
+    """Of a decode engine's cache: how much handoffs may hold there that have not produced a token."""
+    queue_limit: int = 1024
+    """The most single requests that wait for room on a decode engine."""
+    queue_timeout: float = 60.0
+    conversations: int = 100_000
+    """The most turns that are remembered in this process; 0: conversations are not followed."""
+    conversation_ttl: float = 480.0
+    redis: str | None = None
+    """Where conversations are remembered for all replicas, ``redis://host:port/db``."""
+    conversation_secret: str | None = None
+    """Shared by the replicas, so that they find each other's conversations."""
+    trusted_keys: tuple[str, ...] = ()
+    """API keys of clients whose ``kv_transfer_params`` reach the engines."""
+    admin_key: str | None = None
+    stop_delay: float = 0.0
+    """Between the first sign that this router stops (``/health`` says 503) and the moment at which it takes no more."""
+    stop_timeout: float = 30.0
+    """How long a stop waits for the requests in flight."""
+    engine_ca: str | None = None
+    """A file of certificate authorities for engines with ``https`` URLs; the system's by default."""
     engine_api_key: str | None = None
     """For the router's own probe and model list; a client's requests carry the client's own Authorization."""
 
     def __post_init__(self) -> None:
-        for role, urls in ((Role.PREFILL, self.prefill), (Role.DECODE, self.decode)):
-            if not urls:
-                raise ConfigError(f"no {role.value} engine: give at least one --{role.value} URL")
+        others = self.engines_file or self.admin_key
+        for role, urls, name in (
+            (Role.PREFILL, self.prefill, self.prefill_dns),
+            (Role.DECODE, self.decode, self.decode_dns),
+        ):
+            if not (urls or name or others):
+                raise ConfigError(
+                    f"no {role.value} engine: give at least one --{role.value} URL, or --{role.value}-dns, --engines-file or "
+                    "an admin key"
+                )
             normal = [str(engine_url(url)) for url in urls]
             if len(set(normal)) != len(normal):
                 raise ConfigError(f"a {role.value} engine is given twice: {', '.join(normal)}")
-        for name in ("request_timeout", "connect_timeout", "check_interval", "check_timeout"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be more than 0 seconds")
-        for name in ("max_body_size", "max_singles", "concurrent_singles"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+            if name is not None:
+                engine_url(name)
+        for field in _POSITIVE:
+            if not getattr(self, field) > 0:
+                raise ConfigError(f"{field} is {getattr(self, field)}; it must be more than 0 seconds")
+        for field, least in _AT_LEAST.items():
+            if getattr(self, field) < least:
+                raise ConfigError(f"{field} is {getattr(self, field)}; it must be at least {least}")
+        if not 0 < self.decode_share <= 1:
+            raise ConfigError(f"decode_share is {self.decode_share}; it must be more than 0 and at most 1")
+        if self.redis is not None and not self.conversation_secret:
+            raise ConfigError(
+                "--redis needs KVXFER_CONVERSATION_SECRET, the same for all replicas: what they remember is found under "
+                "digests that are keyed with it"
+            )
+
+
+_POSITIVE = (
+    "request_timeout",
+    "connect_timeout",
+    "check_interval",
+    "check_timeout",
+    "dns_interval",
+    "queue_timeout",
+    "conversation_ttl",
+)
+_AT_LEAST = {
+    "max_body_size": 1,
+    "max_singles": 1,
+    "concurrent_singles": 1,
+    "max_requests": 1,
+    "rate_limit": 0,
+    "rate_burst": 1,
+    "retries": 0,
+    "skip_prefill_below": 0,
+    "queue_limit": 0,
+    "conversations": 0,
+    "stop_delay": 0,
+    "stop_timeout": 0,
+}
 
 
 def engine_url(text: str) -> URL:

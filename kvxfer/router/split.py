@@ -12,7 +12,7 @@ choice index = prompt index × n + child index; child ``c`` samples with ``seed 
 from __future__ import annotations
 
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -35,6 +35,16 @@ class SingleRequest:
     request_id: str
     transfer_id: str
 
+    def again(self, attempt: int) -> SingleRequest:
+        """The same request for another try, under ids that no engine has met."""
+        request_id = f"{self.request_id.partition('-r')[0]}-r{attempt}"
+        return replace(
+            self,
+            body=self.body | {"request_id": request_id},
+            request_id=request_id,
+            transfer_id=f"xfer-{uuid.uuid4()}",
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class ClientRequest:
@@ -44,6 +54,10 @@ class ClientRequest:
     stream: bool
     request_id: str
     singles: tuple[SingleRequest, ...]
+    conversation_id: str | None = None
+    """As the body named it."""
+    client_params: Json = field(default_factory=dict)
+    """``kv_transfer_params`` of the body; they reach an engine only from a trusted client."""
 
 
 def read_request(path: str, raw: bytes, max_singles: int) -> ClientRequest:
@@ -65,7 +79,9 @@ def read_request(path: str, raw: bytes, max_singles: int) -> ClientRequest:
             f"{max_singles} at once (--max-singles)",
             param="prompt" if len(prompts) > 1 else "n",
         )
-    for name in ("kv_transfer_params", "best_of", "n", "request_id"):
+    conversation = _optional(body, "conversation_id", str, "a string")
+    client_params = body.get("kv_transfer_params")
+    for name in ("kv_transfer_params", "best_of", "n", "request_id", "conversation_id"):
         body.pop(name, None)
     singles = []
     for prompt_index, prompt in enumerate(prompts):
@@ -75,7 +91,14 @@ def read_request(path: str, raw: bytes, max_singles: int) -> ClientRequest:
                 own = own | {"seed": seed + child_index}
             singles.append(_single(path, own, prompt_index, child_index, n))
     alone = len(singles) == 1
-    return ClientRequest(path, stream, singles[0].request_id if alone else uuid.uuid4().hex, tuple(singles))
+    return ClientRequest(
+        path,
+        stream,
+        singles[0].request_id if alone else uuid.uuid4().hex,
+        tuple(singles),
+        conversation,
+        client_params if isinstance(client_params, dict) else {},
+    )
 
 
 def _single(path: str, body: Json, prompt_index: int, child_index: int, n: int) -> SingleRequest:

@@ -34,6 +34,8 @@ MAY_IMPORT = {
         "kvxfer.transport",
     },
     "kvxfer/router/": {ERRORS, ADDRESSES},
+    # Its page shows engines' handoff records, which it asks for as an operator does.
+    "kvxfer/router/waterfall.py": {ERRORS, "kvxfer.router", "kvxfer.transport"},
     # The simulation plays engines: it drives what a connector drives.
     "kvxfer/chaos/": {
         ERRORS,
@@ -45,6 +47,8 @@ MAY_IMPORT = {
     },
     # The bench measures the transport, and looks at engines from outside as an operator does.
     "kvxfer/bench/": {ERRORS, ADDRESSES, "kvxfer.protocol", "kvxfer.layout", "kvxfer.transport", "kvxfer.rails"},
+    # Measures the router, and its policies.
+    "kvxfer/bench/route/": {ERRORS, "kvxfer.bench", "kvxfer.router"},
     # A demonstration of wrong KV overrides what a connector registers.
     "kvxfer/bench/misplace.py": {"kvxfer.bench", "kvxfer.connector"},
     # Connectors that a measurement counts, or times, from within.

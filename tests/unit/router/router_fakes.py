@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import aiohttp
 from aiohttp import web
 
-from kvxfer.router.app import serve
+from kvxfer.router.parts import serve
 from kvxfer.router.settings import Mode, RouterSettings
 
 PATIENCE = 10.0
@@ -21,7 +21,7 @@ def run(main):
     """Run a test's coroutine, never for ever."""
 
     async def bounded():
-        await asyncio.wait_for(main, 30)
+        await asyncio.wait_for(main, 60)
 
     asyncio.run(bounded())
 
@@ -289,6 +289,7 @@ async def routed(prefill, decode, *, wait=True, start=True, listen="127.0.0.1", 
         "check_interval": 0.02,
         "check_timeout": 5.0,
         "request_timeout": 20.0,
+        "stop_timeout": 0.1,
         "port": 0,
         "host": listen,
     } | settings

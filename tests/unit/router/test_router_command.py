@@ -46,6 +46,9 @@ def test_serve_and_stop():
                 await router.until(200, url=p.url, healthy=True)
                 assert (await router.json(prompt="x"))[0] == 200
                 assert (await router.events(prompt="x", n=2))[-1] == "[DONE]"
+                d.tokens = [str(number) for number in range(500)]  # through uvloop, as it is in production
+                events = await router.events(prompt="x")
+                assert [one["choices"][0]["text"] for one in events[:-1]] == d.tokens
             process.send_signal(signal.SIGTERM)
             _, log = await asyncio.wait_for(process.communicate(), PATIENCE)
             assert process.returncode == 0, log.decode()

@@ -13,8 +13,15 @@ def test_health_lists_every_engine():
             status, body = await router.health()
             assert status == 200
             assert body["engines"] == [
-                {"role": "prefill", "url": p.url, "engine_id": "p0", "healthy": True, "reason": None},
-                {"role": "decode", "url": d.url, "engine_id": "d0", "healthy": True, "reason": None},
+                {
+                    "role": "prefill",
+                    "url": p.url,
+                    "engine_id": "p0",
+                    "healthy": True,
+                    "draining": False,
+                    "reason": None,
+                },
+                {"role": "decode", "url": d.url, "engine_id": "d0", "healthy": True, "draining": False, "reason": None},
             ]
 
     run(main())

@@ -329,7 +329,7 @@ def test_errors_of_the_router_itself_have_openais_shape():
                 ("POST", "/v1/completions", b"{", 400),
                 ("POST", "/v1/completions", b"[]", 400),
                 ("POST", "/v1/completions", json.dumps({"prompt": 1}).encode(), 400),
-                ("POST", "/v1/embeddings", b"{}", 404),
+                ("POST", "/sleep", b"{}", 404),
                 ("GET", "/v1/completions", b"", 405),
             ):
                 async with router.session.request(method, router.base + path, data=body) as response:
@@ -347,7 +347,7 @@ def test_a_defect_is_a_500_in_openais_shape(monkeypatch):
     async def main():
         p, d = pair()
         async with routed([p], [d]) as router:
-            monkeypatch.setattr("kvxfer.router.dispatch.prefill_body", lambda single: 1 / 0)
+            monkeypatch.setattr("kvxfer.router.dispatch.prefill_body", lambda single, call: 1 / 0)
             for ask in ({}, {"stream": True}, {"n": 2}, {"n": 2, "stream": True}):
                 status, body, _ = await router.json(prompt="x", **ask)
                 assert status == 500
@@ -357,12 +357,10 @@ def test_a_defect_is_a_500_in_openais_shape(monkeypatch):
     run(main())
 
 
-def test_stop_ends_what_is_in_flight(monkeypatch):
-    monkeypatch.setattr("kvxfer.router.app._LAST_REQUESTS", 0.05)
-
+def test_stop_ends_what_is_in_flight():
     async def main():
         p, d = pair()
-        async with routed([p], [d]) as router:
+        async with routed([p], [d], stop_timeout=0.05) as router:
             p.hold.clear()
             d.hold.clear()
             asked = asyncio.ensure_future(router.json(prompt="x"))

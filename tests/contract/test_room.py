@@ -1,0 +1,87 @@
+"""``kvxfer_reclaimable_tokens`` from vLLM's real block pool to vLLM's own Prometheus plumbing."""
+
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
+
+from kvxfer.connector.connectors import KvxferPushConnector
+from kvxfer.connector.room import Room, RoomStats, said
+
+pytestmark = pytest.mark.contract
+
+
+def pool_of(blocks):
+    from vllm.v1.core.block_pool import BlockPool
+
+    try:
+        return BlockPool(blocks, enable_caching=True, hash_block_size=16)
+    except TypeError:
+        return BlockPool(blocks, enable_caching=True)
+
+
+def test_room_follows_the_pool_and_is_silent_while_nothing_changes():
+    pool = pool_of(1001)  # one is vLLM's null block
+    room = Room(16)
+    assert room.news() is None, "without a pool nothing is said"
+    room.bind(pool)
+    assert said(room.news().data) == 16 * pool.get_num_free_blocks() == 16_000
+    assert room.news() is None
+    blocks = pool.get_new_blocks(500)
+    assert said(room.news().data) == 8_000
+    pool.free_blocks(blocks[:1])
+    assert room.news() is None, "a little waits"
+    pool.free_blocks(blocks[1:])
+    assert said(room.news().data) == 16_000
+
+
+def test_a_little_is_said_after_a_while(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("kvxfer.connector.room.time.monotonic", lambda: now[0])
+    pool = pool_of(1001)
+    room = Room(16)
+    room.bind(pool)
+    room.news()
+    pool.get_new_blocks(1)
+    assert room.news() is None
+    now[0] += 1.0
+    assert said(room.news().data) == 16 * 999
+    room.bind(object())
+    assert room.news() is None
+
+
+def test_the_gauge_is_set_by_what_vllm_hands_over():
+    registry = CollectorRegistry()
+
+    class OwnGauge(Gauge):
+        def __init__(self, name, documentation, labelnames=(), **more):
+            super().__init__(name, documentation, labelnames, **(more | {"registry": registry}))
+
+    transfer = SimpleNamespace(kv_connector_extra_config={}, engine_id="e", kv_role="kv_consumer")
+    parallel = SimpleNamespace(data_parallel_size=1, tensor_parallel_size=1, pipeline_parallel_size=1)
+    config = SimpleNamespace(kv_transfer_config=transfer, parallel_config=parallel)
+    types = dict.fromkeys(_metric_types(), OwnGauge)
+    metrics = KvxferPushConnector.build_prom_metrics(config, types, ["engine"], {0: ["0"]})
+    assert b"kvxfer_reclaimable_tokens{" not in generate_latest(registry), "what was not said is not shown"
+    newest = RoomStats(data={"reclaimable_tokens": 1}).aggregate(RoomStats(data={"reclaimable_tokens": 4096}))
+    metrics.observe(newest.data, 0)
+    metrics.observe({}, 0)
+    metrics.observe({"reclaimable_tokens": "x"}, 0)
+    text = generate_latest(registry).decode()
+    assert 'kvxfer_reclaimable_tokens{engine="0"} 4096.0' in text
+    assert KvxferPushConnector.build_kv_connector_stats(newest.data).is_empty(), (
+        "vLLM's log has the cache's use already"
+    )
+    assert newest.aggregate(RoomStats()) is newest
+    assert newest.reduce() == {"reclaimable_tokens": 4096}
+    newest.reset()
+    assert newest.is_empty()
+
+
+def _metric_types():
+    from prometheus_client import Counter, Gauge, Histogram
+
+    return Gauge, Counter, Histogram

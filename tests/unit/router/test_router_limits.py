@@ -1,0 +1,272 @@
+"""Limits, trusted clients, what is passed to decode as it is, and what an operator can see."""
+
+import asyncio
+import json
+
+import aiohttp
+import pytest
+from aiohttp import web
+from router_fakes import pair, routed, run
+
+from kvxfer.router.call import Trace
+from kvxfer.router.engine import Told
+from kvxfer.router.gauges import read_gauges
+from kvxfer.router.limits import Limits, key_of, owner_of
+from kvxfer.router.openai import ApiError
+from kvxfer.router.passing import without_params
+from kvxfer.router.settings import RouterSettings
+from kvxfer.router.waterfall import stages
+from kvxfer.transport.records import HandoffRecord, Times
+
+
+def limits(**more):
+    now = [0.0]
+    return Limits(RouterSettings(prefill=("http://a:1",), decode=("http://b:1",), **more), lambda: now[0]), now
+
+
+def take(some, owner="a"):
+    try:
+        with some.one(owner):
+            return 200
+    except ApiError as error:
+        return error.status
+
+
+def test_each_key_has_its_own_rate():
+    some, now = limits(rate_limit=2.0, rate_burst=3)
+    assert [take(some) for _ in range(4)] == [200, 200, 200, 429]
+    assert take(some, "b") == 200
+    now[0] = 0.5
+    assert [take(some) for _ in range(2)] == [200, 429]
+    now[0] = 1000.0
+    assert [take(some) for _ in range(4)] == [200, 200, 200, 429]
+    take(some, "c")
+    assert len(some._buckets) <= 2, "of keys whose bucket is full nothing is kept"
+    unlimited, _ = limits()
+    assert {take(unlimited) for _ in range(100)} == {200}
+    assert not unlimited._buckets
+
+
+def test_requests_at_one_time_are_limited_and_given_back():
+    some, _ = limits(max_requests=1)
+    with some.one("a"):
+        assert take(some, "b") == 503
+    assert take(some, "b") == 200
+
+
+def test_a_rate_over_http_is_a_429_that_says_when_to_come_again():
+    async def main():
+        p, d = pair()
+        async with routed([p], [d], rate_limit=0.01, rate_burst=1) as router:
+            assert (await router.json(prompt="x"))[0] == 200
+            status, body, headers = await router.json(prompt="x")
+            assert (status, body["error"]["type"]) == (429, "RateLimitError")
+            assert headers["Retry-After"]
+            async with router.session.post(
+                router.base + "/v1/completions", json={"prompt": "x"}, headers={"Authorization": "Bearer other"}
+            ) as response:
+                assert response.status == 200
+
+    run(main())
+
+
+def test_keys():
+    assert key_of("Bearer  abc ") == key_of("bearer abc") == "abc"
+    assert key_of("abc") == key_of(None) == key_of("Basic abc") == ""
+    assert owner_of("Bearer a") != owner_of("Bearer b")
+    assert "secret" not in owner_of("Bearer secret")
+
+
+def test_kv_transfer_params_of_a_trusted_client_alone_reach_engines():
+    async def main():
+        p, d = pair()
+        async with routed([p], [d], trusted_keys=("friend",)) as router:
+            for key, seen in (("friend", True), ("stranger", False)):
+                async with router.session.post(
+                    router.base + "/v1/completions",
+                    json={"prompt": "x", "kv_transfer_params": {"mine": 1, "transfer_id": "mine"}},
+                    headers={"Authorization": f"Bearer {key}"},
+                ) as response:
+                    assert response.status == 200
+                assert ("mine" in p.calls[-1].params) == seen
+                assert p.calls[-1].params["transfer_id"] == d.calls[-1].params["transfer_id"] != "mine"
+
+    run(main())
+
+
+def test_the_rest_of_the_api_is_passed_to_decode_and_control_is_not():
+    async def main():
+        p, d = pair()
+        seen = []
+
+        async def other(request):
+            seen.append((request.method, request.path_qs, await request.read(), request.headers.copy()))
+            if request.path == "/v1/slow":
+                response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+                await response.prepare(request)
+                await response.write(b"data: 1\n\n")
+                await response.write(b"data: 2\n\n")
+                return response
+            if request.path == "/v1/broken":
+                response = web.StreamResponse(headers={"Content-Length": "100"})
+                await response.prepare(request)
+                await response.write(b"half")
+                request.transport.abort()
+                return response
+            return web.json_response({"ok": True}, status=201, headers={"X-Own": "1"})
+
+        start = d.start
+
+        async def start_with_others(*where, **more):
+            make = web.Application
+
+            def application(**options):
+                app = make(**options)
+                for path in ("/v1/embeddings", "/tokenize", "/v1/slow", "/v1/broken", "/reset_prefix_cache"):
+                    app.router.add_route("*", path, other)
+                return app
+
+            web.Application = application
+            try:
+                await start(*where, **more)
+            finally:
+                web.Application = make
+
+        d.start = start_with_others
+        async with routed([p], [d]) as router:
+            body = {"input": "x", "kv_transfer_params": {"do_remote_prefill": True}}
+            async with router.session.post(
+                router.base + "/v1/embeddings?a=b", json=body, headers={"Authorization": "Bearer k", "Cookie": "c=d"}
+            ) as response:
+                assert (response.status, await response.json(), response.headers["X-Own"]) == (201, {"ok": True}, "1")
+            method, path, raw, headers = seen[-1]
+            assert (method, path, json.loads(raw)) == ("POST", "/v1/embeddings?a=b", {"input": "x"})
+            assert headers["Authorization"] == "Bearer k"
+            assert "Cookie" not in headers
+            async with router.session.post(router.base + "/tokenize", json={"prompt": "x"}) as response:
+                assert response.status == 201
+            async with router.session.get(router.base + "/v1/slow") as response:
+                assert await response.read() == b"data: 1\n\ndata: 2\n\n"
+            with pytest.raises(aiohttp.ClientError):
+                async with router.session.get(router.base + "/v1/broken") as response:
+                    await response.read()
+            count = len(seen)
+            for path in ("/reset_prefix_cache", "/sleep", "/collective_rpc"):
+                async with router.session.post(router.base + path) as response:
+                    assert response.status == 404
+            assert len(seen) == count
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("body", "left"),
+    [
+        (b'{"a": 1, "kv_transfer_params": {}}', {"a": 1}),
+        (b'{"a": 1, "kv\\u005ftransfer_params": {"x": 1}}', {"a": 1}),
+        (b'{"a": "kv_transfer_params"}', {"a": "kv_transfer_params"}),
+        (b'["kv_transfer_params"]', ["kv_transfer_params"]),
+    ],
+)
+def test_kv_transfer_params_are_taken_out_however_they_are_written(body, left):
+    assert json.loads(without_params(body)) == left
+    assert without_params(b"kv_transfer_params no json") == b"kv_transfer_params no json"
+
+
+METRICS = """
+vllm:num_requests_running{engine="0",model_name="m"} 3.0
+vllm:num_requests_running{engine="1",model_name="m"} 2.0
+vllm:num_requests_waiting{engine="0",model_name="m"} 1.0
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25
+vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="1000"} 1.0
+process_start_time_seconds 1.7e+09
+"""
+
+
+def test_gauges():
+    assert read_gauges(METRICS) == Told(running=5, waiting=1, capacity=16000, started="1.7e+09", reclaimable=12000)
+    assert read_gauges(METRICS + 'kvxfer_reclaimable_tokens{engine="0"} 500\n').reclaimable == 500
+    assert read_gauges("") == Told()
+    assert (
+        read_gauges("vllm:kv_cache_usage_perc 0.5\nvllm:num_requests_running NaN\nvllm:num_requests_waiting x")
+        == Told()
+    )
+
+
+def test_metrics_status_and_trace_ids():
+    async def main():
+        p, d = pair()
+        async with routed([p], [d]) as router:
+            given = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"
+            async with router.session.post(
+                router.base + "/v1/completions", json={"prompt": "x"}, headers={"traceparent": given}
+            ) as response:
+                await response.read()
+            await router.events(prompt="x")
+            d.behave = lambda call, request: _refuse()
+            assert (await router.json(prompt="x"))[0] == 400
+            for call in (p.calls[0], d.calls[0]):
+                assert call.headers["traceparent"] == given
+            made = p.calls[1].headers["traceparent"]
+            assert d.calls[1].headers["traceparent"] == made != given
+            status = await (await router.session.get(router.base + "/status")).json()
+            first, second, third = status["requests"]
+            assert first["trace_id"] == "0123456789abcdef0123456789abcdef"
+            assert second["trace_id"] == made.split("-")[1]
+            assert [one["outcome"] for one in (first, second, third)] == ["ok", "ok", "error 400"]
+            assert 0 <= second["prefill_sent_s"] <= second["first_token_s"] <= second["done_s"]
+            assert (second["prefill"], second["decode"], second["attempts"]) == (p.url, d.url, 1)
+            text = await (await router.session.get(router.base + "/metrics")).text()
+            for line in (
+                'kvxfer_router_requests_total{outcome="ok"} 2.0',
+                'kvxfer_router_requests_total{outcome="error 400"} 1.0',
+                "kvxfer_router_first_token_seconds_count 2.0",
+                f'kvxfer_router_engine_usable{{engine="{d.url}",role="decode"}} 1.0',
+                "kvxfer_router_open_requests 0.0",
+            ):
+                assert line in text, line
+
+    async def _refuse():
+        return web.json_response({"error": {"message": "no", "code": 400}}, status=400)
+
+    run(main())
+
+
+def test_a_waterfall_has_the_engines_stages_between_the_routers():
+    trace = Trace(
+        "r", received=100.0, prefill_sent=100.01, decode_sent=100.02, prefill_done=100.5, first=100.6, done=101.0
+    )
+    sink = HandoffRecord(
+        "x", "r", "sink", 0, "push", times=Times(expected=7.0, allocated=7.1, registered=7.2, last_byte=7.5)
+    )
+    source = HandoffRecord(
+        "x", "r", "source", 1, "push", times=Times(expected=3.0, registered=3.2, first_post=3.3, last_byte=3.5)
+    )
+    found = {(one["stage"], one["by"]): (one["start_s"], one["seconds"]) for one in stages(trace, [sink, source])}
+    assert found == {
+        ("router queue", "router"): (0.0, pytest.approx(0.01)),
+        ("prefill", "router"): (pytest.approx(0.01), pytest.approx(0.49)),
+        ("decode queue", "sink rank 0"): (pytest.approx(0.02), pytest.approx(0.1)),
+        ("registration", "sink rank 0"): (pytest.approx(0.12), pytest.approx(0.1)),
+        ("wait for KV", "sink rank 0"): (pytest.approx(0.22), pytest.approx(0.3)),
+        ("registration wait", "source rank 1"): (pytest.approx(0.01), pytest.approx(0.2)),
+        ("transfer", "source rank 1"): (pytest.approx(0.31), pytest.approx(0.2)),
+        ("first token", "router"): (pytest.approx(0.5), pytest.approx(0.1)),
+        ("decode", "router"): (pytest.approx(0.6), pytest.approx(0.4)),
+    }
+    assert stages(Trace("r"), []) == []
+    bare = HandoffRecord("x", "r", "sink", 0, "push")
+    assert [one["by"] for one in stages(trace, [bare])] == ["router"] * 4
+
+
+def test_the_waterfall_says_whose_records_it_could_not_have():
+    async def main():
+        p, d = pair()
+        async with routed([p], [d]) as router:
+            await router.json(prompt="x")
+            fall = await asyncio.wait_for((await router.session.get(router.base + "/status/waterfall")).json(), 20)
+            assert fall["requests"][0]["stages"][0]["stage"] == "router queue"
+            assert len(fall["without_records"]) == 2  # the fakes have no control channel
+            assert p.url in fall["without_records"][0]
+
+    run(main())
