@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvxfer.bench.pd.arms import Arm
-    from kvxfer.bench.pd.sitting import Findings
+    from kvxfer.bench.pd.sitting import Findings, Settings
 
 _WIDTH = 160  # of tables that go to a file
 _ARMS = "alone,push,pull,upstream-push,upstream-pull"
@@ -103,7 +103,7 @@ def pd(
     """Compare pairs under kvxfer's and vLLM's own connectors with one engine alone: the same requests, taking turns."""
     from rich.console import Console
 
-    from kvxfer.bench import results, shapes
+    from kvxfer.bench import shapes
     from kvxfer.bench.machine import versions
     from kvxfer.bench.pd import arms as arms_module
     from kvxfer.bench.pd import points, sitting, tables
@@ -159,27 +159,11 @@ def pd(
         told = {
             "model": shown, "backend": backend, "prefix_caching": prefix_caching, "connector_config": build.ours,
             "upstream_config": build.upstreams, "running": running or [],
+            "environment": {"all": build.base["environment"], "prefill": build.prefill, "decode": build.decode},
             **{k: v for k, v in dataclasses.asdict(settings).items() if k not in {"unloaded", "loaded"}},
         }  # fmt: skip
-
-        def result(findings: Findings) -> dict[str, Any]:
-            return results.report("pd", told, python, **tables.body(compared, settings, findings))
-
-        def keep(findings: Findings) -> None:
-            if json is not None:
-                results.write(json, result(findings))
-
         console.print(f"engines' logs: {place}")
-        one = sitting.Sitting(compared, settings, typer.echo, keep)
-        failure = ""
-        try:
-            one.execute()
-        except KvxferError as error:
-            failure = str(error)
-        final = result(one.findings)
-        final["complaints"] += [failure] if failure else []
-        if json is not None:
-            results.write(json, final)
+        final = _carried_out(compared, settings, told, python, json)
     except KvxferError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None
@@ -188,6 +172,34 @@ def pd(
         typer.echo(f"- {complaint}", err=True)
     if final["complaints"]:
         raise typer.Exit(1)
+
+
+def _carried_out(
+    arms: Sequence[Arm], settings: Settings, told: dict[str, Any], python: str, json: Path | None
+) -> dict[str, Any]:
+    """Measure, writing what is known after each point; what ends a sitting early is one of the complaints."""
+    from kvxfer.bench import results
+    from kvxfer.bench.pd import tables
+    from kvxfer.bench.pd.sitting import Sitting
+
+    def result(findings: Findings) -> dict[str, Any]:
+        return results.report("pd", told, python, **tables.body(arms, settings, findings))
+
+    def keep(findings: Findings) -> None:
+        if json is not None:
+            results.write(json, result(findings))
+
+    sitting = Sitting(arms, settings, typer.echo, keep)
+    failure = []
+    try:
+        sitting.execute()
+    except KvxferError as error:
+        failure = [str(error)]
+    final = result(sitting.findings)
+    final["complaints"] += failure
+    if json is not None:
+        results.write(json, final)
+    return final
 
 
 def _numbers(option: str, text: str) -> list[int]:
