@@ -7,6 +7,8 @@ show is on the page as well.
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any, Final
@@ -29,6 +31,8 @@ METRICS: Final = (
     ("p90", "handoffs.fence_to_report_ms", "p90", 1),
 )
 """Columns of a point's table: what it is called, where it is in the file, and digits behind the point. Milliseconds."""
+
+_ITERATION: Final = re.compile(r"_iter(\d+)$")
 
 _STYLE: Final = """
 body{font:15px/1.5 system-ui,sans-serif;color:#222;max-width:60rem;margin:2rem auto;padding:0 1rem}
@@ -56,6 +60,12 @@ class Source:
     name: str
     results: Mapping[str, Any]
 
+    @property
+    def tag(self) -> str:
+        """What tells its arms from those of other files: of a sweep's files the iteration, else the file's name."""
+        match = _ITERATION.search(self.name)
+        return self.name if match is None else f"iteration {match[1]}"
+
 
 def page(sources: Sequence[Source], title: str = "kvxfer: results") -> str:
     """Return the page. Files of ``pd``, ``sweep`` and ``multiturn`` are shown in full, of the others head alone."""
@@ -82,19 +92,27 @@ def page(sources: Sequence[Source], title: str = "kvxfer: results") -> str:
 
 
 def merged(sources: Sequence[Source]) -> dict[str, dict[str, Mapping[str, Any]]]:
-    """Put the files' points together: by name, then by arm; each arm with its point's description under ``point``."""
-    counts: dict[tuple[str, str], int] = {}
-    for source in sources:
-        for point in source.results["points"]:
-            for label in point["arms"]:
-                counts[point["name"], label] = counts.get((point["name"], label), 0) + 1
+    """Put the files' points together: by name, then by arm; each arm with its point's description under ``point``.
+
+    Points of one name whose answers differ in length are told apart by that.
+    """
+    all_points = [(source, point) for source in sources for point in source.results["points"]]
+    outputs: dict[str, set[int]] = {}
+    for _, point in all_points:
+        outputs.setdefault(point["name"], set()).add(point["output"])
+
+    def name_of(point: Mapping[str, Any]) -> str:
+        name: str = point["name"]
+        return name if len(outputs[name]) == 1 else f"{name}/{point['output']}"
+
+    labels = Counter((name_of(point), label) for _, point in all_points for label in point["arms"])
     found: dict[str, dict[str, Mapping[str, Any]]] = {}
-    for source in sources:
-        for point in source.results["points"]:
-            about = {key: value for key, value in point.items() if key != "arms"}
-            for label, arm in point["arms"].items():
-                shown = label if counts[point["name"], label] == 1 else f"{label} ({source.name})"
-                found.setdefault(point["name"], {})[shown] = {**arm, "point": about}
+    for source, point in all_points:
+        name = name_of(point)
+        about = {key: value for key, value in point.items() if key != "arms"}
+        for label, arm in point["arms"].items():
+            shown = label if labels[name, label] == 1 else f"{label} ({source.tag})"
+            found.setdefault(name, {})[shown] = {**arm, "point": about}
     return dict(sorted(found.items(), key=lambda one: _order(next(iter(one[1].values()))["point"])))
 
 
@@ -211,7 +229,7 @@ def _conversations(sources: Sequence[Source]) -> str:
     rows = []
     for source in sources:
         leg = source.results["settings"]["leg"]
-        label = leg if sum(one.results["settings"]["leg"] == leg for one in sources) == 1 else f"{leg} ({source.name})"
+        label = leg if sum(one.results["settings"]["leg"] == leg for one in sources) == 1 else f"{leg} ({source.tag})"
         for turn in source.results["turns"]:
             if turn["ttft_ms"] is None:
                 continue

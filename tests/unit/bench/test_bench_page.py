@@ -147,6 +147,20 @@ def test_arms_of_several_files_stand_beside_each_other() -> None:
     assert list(points["1000"]) == ["alone", "push (one)", "push (two)"]
 
 
+def test_iterations_of_a_sweep_make_one_line_each_and_answers_are_told_apart() -> None:
+    sources = []
+    for iteration in (1, 2):
+        for qps in (1.0, 2.0):
+            for output in (16, 128):
+                measured = point(f"1000@{qps:g}", {"push": arm(qps * iteration)}, qps=qps) | {"output": output}
+                sources.append(Source(f"push_qps{qps:g}_in1000_out{output}_iter{iteration}", pd(points=[measured])))
+    points = merged(sources)
+    assert list(points) == ["1000@1/16", "1000@2/16", "1000@1/128", "1000@2/128"]
+    assert all(list(arms) == ["push (iteration 1)", "push (iteration 2)"] for arms in points.values())
+    drawn = re.findall(r"<polyline[^>]*points=\"([^\"]*)\"", page(sources))
+    assert [len(line.split()) for line in drawn] == [2] * 8, "two metrics, two lengths of answers, two iterations"
+
+
 def test_every_chart_is_well_formed_and_shows_what_it_says() -> None:
     text = page([Source("one", pd()), Source("off", turns("off", 9.0)), Source("on", turns("on", 4.0))])
     drawn = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
