@@ -41,8 +41,14 @@ class Played:
         await response.prepare(request)
         for i, token in enumerate(made):
             reason = "length" if i + 1 == len(made) else None
-            event = {"choices": [{"text": "", "token_ids": [token], "finish_reason": reason}]}
+            choice = {"text": "", "finish_reason": reason} | (
+                {"token_ids": [token]} if body["return_token_ids"] else {}
+            )
+            event = {"choices": [choice]}
             await response.write(f"data: {json.dumps(event)}\n\n".encode())
+        if (body.get("stream_options") or {}).get("include_usage"):
+            usage = {"choices": [], "usage": {"completion_tokens": len(made)}}
+            await response.write(f"data: {json.dumps(usage)}\n\n".encode())
         await response.write(b"data: [DONE]\n\n")
         return response
 

@@ -128,13 +128,13 @@ class Line:
         await (self._alone or self._pair).__aexit__(*exc)  # type: ignore[union-attr]
 
     async def answer(
-        self, prompt: Sequence[int], output: int, name: str | None = None
+        self, prompt: Sequence[int], output: int, name: str | None = None, *, token_ids: bool = True
     ) -> tuple[Completion, float | None]:
         """Send one prompt; return the answer, and how long prefill's leg took. Raises KvxferError."""
         if self._pair is None:
             assert self._alone is not None, "one of the two is there"
-            return await self._alone.complete(prompt, output), None
-        handoff = await self._pair.hand_over(prompt, output, name=name)
+            return await self._alone.complete(prompt, output, token_ids=token_ids), None
+        handoff = await self._pair.hand_over(prompt, output, name=name, token_ids=token_ids)
         return handoff.decode, handoff.prefill.seconds
 
     async def one(self, planned: Planned) -> Sample:
@@ -160,15 +160,15 @@ class Line:
         asked = time.perf_counter()
         sample = Sample(planned.number, len(planned.prompt), planned.output, at=time.monotonic() - began)
         try:
-            answer, sample.prefill = await self.answer(planned.prompt, planned.output, name)
+            answer, sample.prefill = await self.answer(planned.prompt, planned.output, name, token_ids=False)
         except KvxferError as error:
             sample.error = str(error)
             return sample
         # Decode's leg of a pull begins when prefill's has ended; a client waits for both.
         sample.ttft = None if answer.ttft is None else answer.started + answer.ttft - asked
         sample.tpot, sample.gaps = answer.tpot, list(answer.gaps)
-        if len(answer.token_ids) != planned.output:
-            sample.error = f"{len(answer.token_ids)} tokens came, not {planned.output}"
+        if answer.tokens != planned.output:
+            sample.error = f"{answer.tokens} tokens came, not {planned.output}"
         return sample
 
     async def counters(self) -> dict[str, float]:
