@@ -42,7 +42,8 @@ def pd(
         bool, typer.Option("--small", help="On a small machine: the small model, short prompts, in turn.")
     ] = False,
     model: Annotated[
-        str | None, typer.Option(help="small, qwen3-8b (its shape, dummy weights) or a directory.")
+        str | None,
+        typer.Option(help="small, qwen3-8b (its shape, dummy weights), qwen3-8b-kv (for tokens) or a directory."),
     ] = None,
     served_model_name: Annotated[str | None, typer.Option(help="Of engines that run already.")] = None,
     inputs: Annotated[

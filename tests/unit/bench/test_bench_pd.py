@@ -433,8 +433,9 @@ def test_a_shape_has_no_weights(tmp_path, monkeypatch) -> None:
     config = json.loads((where / "config.json").read_text())
     assert (config["num_hidden_layers"], config["hidden_size"], config["vocab_size"]) == (36, 4096, vocab)
     assert shapes.choose(str(where)) == (where, (), vocab)
+    assert shapes.QWEN3_8B_KV.kv_bytes_per_token(2) == shapes.QWEN3_8B.kv_bytes_per_token(2) == 147_456
     for name in ("nothing", str(tmp_path)):
-        with pytest.raises(ConfigError, match="none of small and qwen3-8b"):
+        with pytest.raises(ConfigError, match="none of small, qwen3-8b and qwen3-8b-kv"):
             shapes.choose(name)
 
 
