@@ -74,6 +74,9 @@ def pd(
     ] = None,
     prefix_caching: Annotated[bool, typer.Option(help="vLLM's prefix cache.")] = False,
     warm_up: Annotated[int, typer.Option(help="Requests of each length before anything is measured.", min=1)] = 2,
+    ageing: Annotated[
+        int, typer.Option(help="Requests of many lengths at once before that, so that caches lie as in use.", min=0)
+    ] = 0,
     seed: Annotated[int, typer.Option(help="Of prompts and arrivals: another one in each sitting.", min=0)] = 0,
     minutes: Annotated[float | None, typer.Option(help="End the sitting by then, engines' start included.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds for one leg of a request.", min=1)] = 120.0,
@@ -154,7 +157,8 @@ def pd(
             plan = verify_module.Plan(verify, crowd, greatest, verify_output, seed, vocab)
         settings = sitting.Settings(
             unloaded=unloaded, loaded=loaded, load_rounds=load_rounds, load_alone=load_alone, turns=turns,
-            together=bool(running) or (not on_cpu if together is None else together), warm_up=warm_up, seed=seed, vocab=vocab,
+            together=bool(running) or (not on_cpu if together is None else together), warm_up=warm_up,
+            ageing=ageing, seed=seed, vocab=vocab,
             timeout=timeout, limit=None if minutes is None else minutes * 60.0, verification=plan, expected_layout=expect_layout,
         )  # fmt: skip
         told = {
