@@ -62,11 +62,7 @@ fi
 options=(--leg "$LEG" --url "$proxy" --prefill-url "http://$P_IP:$PREFILL_PORT" --served-model-name "$SERVED_MODEL_NAME"
     --conversations "$CONVERSATIONS" --turns "$TURNS" --first "$FIRST_TOKENS" --more "$TURN_TOKENS" --answer "$ANSWER_TOKENS"
     --at-once "${AT_ONCE:-1}" --python "$PYTHON")
-if [[ $CONNECTOR = kvxfer ]]; then
-    options+=(--prefill-control "$P_IP:$PREFILL_SIDE_CHANNEL_PORT")
-else
-    options+=(--send-conversation-id)
-fi
+[[ $CONNECTOR != kvxfer ]] || options+=(--prefill-control "$P_IP:$PREFILL_SIDE_CHANNEL_PORT")
 [[ -z ${VOCAB:-} ]] || options+=(--vocab "$VOCAB")
 failed=0
 for iteration in $(seq 1 "$ITERATIONS"); do

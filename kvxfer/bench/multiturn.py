@@ -3,7 +3,8 @@
     python -m kvxfer.bench.multiturn OUT.json --leg on --url http://127.0.0.1:8000 --prefill-url http://127.0.0.1:8100
 
 Every turn's prompt is all that was said before, answers included, and some new tokens. All conversations take a turn, then all
-take the next, so that what the engines count can be told by turn. Prompts are token ids, which any proxy passes on.
+take the next, so that what the engines count can be told by turn. Prompts are token ids, which any proxy passes
+on; which conversation they belong to is said in the body (``conversation_id``), as routers want to hear it.
 
 Of each turn: tokens that prefill computed and tokens that it took from elsewhere (vLLM's own counters), and how much of the
 time went into reading KV: by kvxfer's handoff records at ``--prefill-control``, else by upstream's counter.
@@ -84,7 +85,7 @@ class Conversations:
     router: Client
     prefill: Client
     control: tuple[str, int] | None
-    conversation_ids: bool = False
+    conversation_ids: bool = True
 
     async def run(self) -> list[dict[str, Any]]:
         """Hold all of them; a turn's figures each. Raises KvxferError when a request fails."""
@@ -169,7 +170,7 @@ def run(
     at_once: Annotated[int, typer.Option(help="Conversations that take their turn at once.", min=1)] = 1,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     vocab: Annotated[int, typer.Option(help="Token ids are below it.", min=8)] = 1024,
-    send_conversation_id: Annotated[bool, typer.Option(help="Upstream's multi-turn proxy needs it.")] = False,
+    send_conversation_id: Annotated[bool, typer.Option(help="By which a router knows a conversation.")] = True,
     timeout: Annotated[float, typer.Option(min=1)] = 300.0,
     python: Annotated[str, typer.Option(help="The Python whose packages are noted.")] = sys.executable,
 ) -> None:

@@ -76,7 +76,7 @@ def test_conversations_grow_by_what_was_said_and_count_what_prefill_did(tmp_path
         done = CliRunner().invoke(
             multiturn.app,
             [str(out), "--leg", "on", "--url", url, "--prefill-url", prefill_url, "--conversations", "3", "--turns", "3", "--first",
-             "20", "--more", "10", "--answer", "4", "--send-conversation-id"],
+             "20", "--more", "10", "--answer", "4"],
         )  # fmt: skip
     assert done.exit_code == 0, done.output
     found = results.read(out, "multiturn")
