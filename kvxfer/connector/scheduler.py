@@ -20,6 +20,7 @@ from kvxfer.addresses import is_wildcard, shown_at
 from kvxfer.connector import compat
 from kvxfer.connector.announce import Announcer
 from kvxfer.connector.growing import Growing
+from kvxfer.connector.idling import Idling
 from kvxfer.connector.metadata import RankNews
 from kvxfer.connector.params import ParamsError, SinkParams, SourceParams, parse
 from kvxfer.connector.pins import Pins
@@ -103,6 +104,7 @@ class SchedulerHalf:
         self._sinks: dict[str, _Sink] = {}
         self._failed: set[str] = set()  # loads that have failed on a rank, and are not over on all of them
         self._fail_load: Callable[[str], None] | None = None
+        self._idling = Idling(vllm_config, settings.idle_wait)
         port = settings.control_port + compat.data_parallel_index(vllm_config)
         self.control = ControlChannel(
             me,
@@ -148,6 +150,7 @@ class SchedulerHalf:
     def on_new_request(self, request: Any) -> None:
         """Take note of a request that takes part in a handoff."""
         request_id = request.request_id
+        self._idling.came(request_id)
         compat.drop_params(request)
         try:
             params = parse(request_id, request.kv_transfer_params)
@@ -212,6 +215,7 @@ class SchedulerHalf:
         start, end = sink.offered - num_external_tokens, request.num_prompt_tokens - 1
         tables = self.registered_blocks(request.request_id, blocks.get_block_ids(), start, end)
         sink.state = _SinkState.OPEN
+        self._idling.waits(request.request_id)
         self._announcer.settle(handoff, request.request_id)
         self._step().opened.append(
             SinkOpen(
@@ -237,12 +241,15 @@ class SchedulerHalf:
         if self._sources:
             self._note_sources(output)
         step, self._noted = self._noted, None
+        if step is None:
+            self._idling.rest(output)
         return step
 
     def _step(self) -> Step:
         """Return what the next step changes, to add something to it."""
         if self._noted is None:
-            self._noted = Step()
+            self._noted = Step(bell=self._idling.untold)
+            self._idling.untold = ""
         return self._noted
 
     def _note_sources(self, output: Any) -> None:
@@ -287,6 +294,7 @@ class SchedulerHalf:
     def request_finished(self, request: Any, tables: Sequence[list[int]]) -> tuple[bool, dict[str, Any] | None]:
         """Say whether the blocks are still needed; a source's answer tells a router where to find the KV."""
         request_id = request.request_id
+        self._idling.went(request_id)
         sink = self._sinks.pop(request_id, None)
         if sink is not None:
             if sink.state is _SinkState.NEW:
@@ -332,6 +340,7 @@ class SchedulerHalf:
                 self._pins.quiet(news.quiet)
             self._failed |= news.failed
         for request_id in output.finished_recving or ():
+            self._idling.may_go_on(request_id)
             sink = self._sinks.get(request_id)
             if sink is not None:
                 sink.state = _SinkState.DONE
@@ -381,6 +390,7 @@ class SchedulerHalf:
 
     def shutdown(self) -> None:
         """Close the control channel."""
+        self._idling.close()
         self.control.stop()
 
     def on_message(self, frm: RankId, message: messages.AnyMessage) -> None:

@@ -109,6 +109,7 @@ class Step:
 
     ``introduced``: engines to stay connected with from now on.
     ``tokens``: preempted request → under what its blocks are kept for writes that still read them, see SourceQuiet.
+    ``bell``: in the first of all, what to ring when there are results (``connector/idling.py``).
     """
 
     preempted: list[str] = field(default_factory=list)
@@ -119,6 +120,7 @@ class Step:
     opened: list[SinkOpen] = field(default_factory=list)
     cancelled: list[SinkCancel] = field(default_factory=list)
     introduced: list[EngineAddress] = field(default_factory=list)
+    bell: str = ""
 
     def __bool__(self) -> bool:
         """Tell whether anything changed."""

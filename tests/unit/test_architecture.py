@@ -57,7 +57,7 @@ MAY_IMPORT = {
     "kvxfer/__init__.py": set(),
     "platforms/": {ERRORS, "kvxfer.platform", "kvxfer.layout", "kvxfer.rails"},
 }
-ANYTHING = {"kvxfer/cli.py"}  # knows every command
+ANYTHING = {"kvxfer/cli.py", "kvxfer/__main__.py"}  # know every command
 
 ON_THE_HOST = {"kvxfer/bench/lone.py"}
 """Measurements that are of host memory by definition; the host platform is in every wheel."""
