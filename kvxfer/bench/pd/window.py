@@ -113,28 +113,26 @@ class Line:
 
     def __init__(self, arm: Arm, timeout: float) -> None:
         self.arm = arm
-        self._pair: Pair | None = None
-        self._alone: Client | None = None
+        self._to: Client | Pair
         if arm.name.mode is None:
-            self._alone = Client(arm.engines[0].url, timeout=timeout, model=arm.model)
+            self._to = Client(arm.engines[0].url, timeout=timeout, model=arm.model)
         else:
-            self._pair = Pair(arm.name.mode, *arm.engines, timeout=timeout, model=arm.model)
+            self._to = Pair(arm.name.mode, *arm.engines, timeout=timeout, model=arm.model)
 
     async def __aenter__(self) -> Line:
-        await (self._alone or self._pair).__aenter__()  # type: ignore[union-attr]
+        await self._to.__aenter__()
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        await (self._alone or self._pair).__aexit__(*exc)  # type: ignore[union-attr]
+        await self._to.__aexit__(*exc)
 
     async def answer(
         self, prompt: Sequence[int], output: int, name: str | None = None, *, token_ids: bool = True
     ) -> tuple[Completion, float | None]:
         """Send one prompt; return the answer, and how long prefill's leg took. Raises KvxferError."""
-        if self._pair is None:
-            assert self._alone is not None, "one of the two is there"
-            return await self._alone.complete(prompt, output, token_ids=token_ids), None
-        handoff = await self._pair.hand_over(prompt, output, name=name, token_ids=token_ids)
+        if isinstance(self._to, Client):
+            return await self._to.complete(prompt, output, token_ids=token_ids), None
+        handoff = await self._to.hand_over(prompt, output, name=name, token_ids=token_ids)
         return handoff.decode, handoff.prefill.seconds
 
     async def one(self, planned: Planned) -> Sample:
