@@ -88,7 +88,9 @@ class _Arrivals:
     def completion(self, now: float) -> Completion:
         times = self.times
         tokens = len(self.token_ids) if self.counted is None else self.counted
-        tpot = (times[-1] - times[0]) / (tokens - 1) if times and tokens > 1 else None
+        tpot = (
+            (times[-1] - times[0]) / (tokens - 1) if len(times) > 1 and tokens > 1 else None
+        )  # all at once tells nothing
         return Completion(
             token_ids=tuple(self.token_ids),
             text=self.text,

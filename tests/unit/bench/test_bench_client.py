@@ -178,3 +178,10 @@ def test_an_answer_that_is_not_streamed_has_the_servers_count() -> None:
     answer = talk(server, lambda client: client.complete([1, 2], 1, stream=False, token_ids=False))
     assert answer.tokens == 1
     assert "stream_options" not in server.asked[0][1]
+
+
+def test_tokens_that_all_come_in_one_event_tell_nothing_of_the_time_for_each() -> None:
+    server = FakeServer([(0.0, token(5, 6, 7, finish_reason="length")), (0.0, "[DONE]")])
+    answer = talk(server, lambda client: client.complete([1], 3))
+    assert (answer.tokens, answer.gaps, answer.tpot) == (3, (), None)
+    assert answer.ttft is not None
