@@ -28,6 +28,8 @@ from kvxfer.errors import ConfigError, KvxferError
 from kvxfer.transport.query import fetch_records
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from kvxfer.bench.client import Client
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -191,7 +193,8 @@ def run(
             raise ConfigError(f"--leg {leg!r} is neither off nor on")
         found = asyncio.run(hold())
         told = {"leg": leg, "url": url, **{name: getattr(settings, name) for name in settings.__slots__}}
-        results.write(out, results.report("multiturn", told, python, points=[], turns=found))
+        complaints = amiss(leg, found)
+        results.write(out, results.report("multiturn", told, python, points=[], turns=found, complaints=complaints))
     except KvxferError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None
@@ -202,6 +205,25 @@ def run(
             f"turn {turn['turn']}: {length:,.0f} tokens, TTFT median {ttft:,.1f} ms; prefill computed {computed:,} tokens and "
             f"took back {taken_back:,}"
         )
+
+    for complaint in complaints:
+        typer.echo(f"- {complaint}", err=True)
+    if complaints:
+        raise typer.Exit(1)
+
+
+def amiss(leg: str, turns: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Say whether a leg was not what it is called: engines may have been started otherwise, or a router may not follow."""
+    taken_back = sum(turn["tokens_taken_back"] for turn in turns)
+    if leg == "on" and len(turns) > 1 and not taken_back:
+        return [
+            "prefill took nothing back in the leg that is on: were both engines started for it, and does the router follow?"
+        ]
+    if leg == "off" and taken_back:
+        return [
+            f"prefill took {taken_back:,} tokens back in the leg that is off: the engines were started for the other one"
+        ]
+    return []
 
 
 def _control(text: str) -> tuple[str, int] | None:

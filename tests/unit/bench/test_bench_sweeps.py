@@ -108,3 +108,32 @@ def test_conversations_say_what_is_wrong(tmp_path, options, why) -> None:
     assert done.exit_code == 1
     assert why in done.output
     assert not out.exists()
+
+
+def test_a_leg_that_is_not_what_it_is_called_is_complained_of(tmp_path) -> None:
+    turns = [{"tokens_taken_back": 0}, {"tokens_taken_back": 0}]
+    assert multiturn.amiss("off", turns) == multiturn.amiss("on", turns[:1]) == []
+    assert "took nothing back" in multiturn.amiss("on", turns)[0]
+    turns[1]["tokens_taken_back"] = 1000
+    assert multiturn.amiss("on", turns) == []
+    assert "1,000 tokens back in the leg that is off" in multiturn.amiss("off", turns)[0]
+    out = tmp_path / "m.json"
+    with serving(Played(), Played()) as (url, prefill_url):
+        done = CliRunner().invoke(
+            multiturn.app,
+            [
+                str(out),
+                "--leg",
+                "on",
+                "--url",
+                url,
+                "--prefill-url",
+                prefill_url,
+                "--conversations",
+                "1",
+                "--turns",
+                "2",
+            ],
+        )
+    assert done.exit_code == 1
+    assert results.read(out, "multiturn")["complaints"] != []
