@@ -213,11 +213,40 @@ def test_the_rules_are_still_needed() -> None:
         assert any(name(path).startswith(rule) for path in MODULES), f"no module is in {rule}"
 
 
-THREAD = (
-    "_after_fork _args _bootstrap _bootstrap_inner _context _daemonic _delete _handle _ident _initialized _invoke_excepthook "
-    "_is_stopped _kwargs _name _native_id _os_thread_handle _reset_internal_locks _set_ident _set_native_id "
-    "_set_tstate_lock _started _stderr _stop _target _tstate_lock _wait_for_tstate_lock daemon ident name native_id start join"
-).split()
+THREAD = [
+    "_after_fork",
+    "_args",
+    "_bootstrap",
+    "_bootstrap_inner",
+    "_context",
+    "_daemonic",
+    "_delete",
+    "_handle",
+    "_ident",
+    "_initialized",
+    "_invoke_excepthook",
+    "_is_stopped",
+    "_kwargs",
+    "_name",
+    "_native_id",
+    "_os_thread_handle",
+    "_reset_internal_locks",
+    "_set_ident",
+    "_set_native_id",
+    "_set_tstate_lock",
+    "_started",
+    "_stderr",
+    "_stop",
+    "_target",
+    "_tstate_lock",
+    "_wait_for_tstate_lock",
+    "daemon",
+    "ident",
+    "name",
+    "native_id",
+    "start",
+    "join",
+]
 """What threading.Thread, of one of the Pythons 3.10 to 3.14, has in an instance or its class; but ``run``, which is ours."""
 
 
