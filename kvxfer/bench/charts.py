@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 PALETTE: Final = ("#0b6e99", "#d9730d", "#0f7b6c", "#ad1a72", "#6940a5", "#64473a", "#dfab01", "#868d95")
 """Told apart by most readers, and in print by their lightness."""
 
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP, _RIGHT = 640, 300, 62, 44, 30, 12
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP, _RIGHT = 640, 300, 62, 44, 30, 26
 _ROW, _NAME = 26, 190
 
 

@@ -1,7 +1,9 @@
 """A small client of the OpenAI completions API that keeps time and gets token ids back.
 
 Greedy by default, to ``max_tokens`` whatever the model says, with ``return_token_ids`` (vLLM 0.29 and 0.32 have it), so
-that two engines' answers can be compared number by number rather than by their text. Times are the client's own:
+that two engines' answers can be compared number by number rather than by their text. vLLM then sends the prompt's ids as well,
+in the first event, which is large for a long prompt. Where time is what matters, ask for none (``token_ids`` False): each event
+counts as an arrival, and the tokens are those that vLLM says there were. Times are the client's own:
 
 - TTFT: from sending the request to the arrival of the first token
 - TPOT: from the first to the last token's arrival, for each token after the first
@@ -55,6 +57,8 @@ class Completion:
     kv_transfer_params: Mapping[str, Any] | None = None
     started: float = 0.0
     """When it was asked for, by ``time.perf_counter``."""
+    tokens: int = 0
+    """How many were answered, by vLLM's own count where their ids were not asked for."""
     gaps: tuple[float, ...] = ()
     """Seconds from each arrival of tokens to the next: inter-token latencies, as long as tokens come one by one."""
 
@@ -67,20 +71,26 @@ class _Arrivals:
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     times: list[float] = field(default_factory=list)
+    counted: int | None = None
     finish_reason: str | None = None
+    ids_asked: bool = True
 
     def add(self, choice: Mapping[str, Any], now: float) -> None:
         # A chat event's token ids stand beside its delta, as a completion's stand beside its text.
         delta = choice.get("delta")
         self.text += (choice.get("text") if delta is None else delta.get("content")) or ""
         self.finish_reason = choice.get("finish_reason") or self.finish_reason
-        if token_ids := choice.get("token_ids"):
-            self.token_ids += token_ids
+        token_ids = choice.get("token_ids")
+        self.token_ids += token_ids or ()
+        if token_ids or not self.ids_asked:
             self.times.append(now)
 
     def completion(self, now: float) -> Completion:
         times = self.times
-        tpot = (times[-1] - times[0]) / (len(self.token_ids) - 1) if times and len(self.token_ids) > 1 else None
+        tokens = len(self.token_ids) if self.counted is None else self.counted
+        tpot = (
+            (times[-1] - times[0]) / (tokens - 1) if len(times) > 1 and tokens > 1 else None
+        )  # all at once tells nothing
         return Completion(
             token_ids=tuple(self.token_ids),
             text=self.text,
@@ -89,6 +99,7 @@ class _Arrivals:
             tpot=tpot,
             finish_reason=self.finish_reason,
             started=self.started,
+            tokens=tokens,
             gaps=tuple(later - sooner for sooner, later in pairwise(times)),
         )
 
@@ -121,11 +132,14 @@ class Client:
         max_tokens: int = 16,
         *,
         stream: bool = True,
+        token_ids: bool = True,
         extra: Mapping[str, Any] | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> Completion:
         """Send one prompt, text or token ids, to ``/v1/completions``; ``extra`` is added to the body."""
-        body = {"prompt": prompt if isinstance(prompt, str) else list(prompt), "max_tokens": max_tokens}
+        body: dict[str, Any] = {"prompt": prompt if isinstance(prompt, str) else list(prompt), "max_tokens": max_tokens}
+        if not token_ids:
+            body |= {"return_token_ids": False, **({"stream_options": {"include_usage": True}} if stream else {})}
         return await self._send("/v1/completions", body, stream=stream, extra=extra, headers=headers)
 
     async def chat(
@@ -173,7 +187,7 @@ class Client:
                         response.status, f"{self._url}{path}: {response.status}: {await response.text()}"
                     )
                 if stream:
-                    return await self._streamed(response, path, started)
+                    return await self._streamed(response, path, started, ids_asked=whole["return_token_ids"])
                 answer = await response.json()
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
             raise RequestError(0, f"{self._url}{path}: {type(error).__name__}: {error}") from error
@@ -184,12 +198,15 @@ class Client:
             text=text or "",
             seconds=time.perf_counter() - started,
             started=started,
+            tokens=(answer.get("usage") or {}).get("completion_tokens", len(choice.get("token_ids") or ())),
             finish_reason=choice.get("finish_reason"),
             kv_transfer_params=answer.get("kv_transfer_params"),
         )
 
-    async def _streamed(self, response: aiohttp.ClientResponse, path: str, started: float) -> Completion:
-        arrivals = _Arrivals(started)
+    async def _streamed(
+        self, response: aiohttp.ClientResponse, path: str, started: float, *, ids_asked: bool
+    ) -> Completion:
+        arrivals = _Arrivals(started, ids_asked=ids_asked)
         async for event in _events(response):
             now = time.perf_counter()
             if event is None and arrivals.finish_reason is None:
@@ -201,6 +218,8 @@ class Client:
                 raise RequestError(_OK, f"{self._url}{path}: {event['error']}")
             for choice in event.get("choices", ()):
                 arrivals.add(choice, now)
+            if not ids_asked and event.get("usage"):
+                arrivals.counted = event["usage"]["completion_tokens"]
         raise RequestError(_OK, f"{self._url}{path}: the stream ended before it was finished")
 
 

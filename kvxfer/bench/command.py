@@ -156,6 +156,7 @@ def latency(
 ) -> None:
     """Measure how soon a registration at an idle source is acted on, and how soon a completion is seen."""
     from kvxfer.bench.latency import run
+    from kvxfer.bench.results import report as results_of
     from kvxfer.bench.results import write
 
     with _failing_clearly():
@@ -168,7 +169,8 @@ def latency(
     ):
         typer.echo(f"{text:<56} median {result[name]['median']:7.3f} ms   p90 {result[name]['p90']:7.3f} ms")
     if json is not None:
-        write(json, result)
+        figures = {name: value for name, value in result.items() if name.endswith("_ms")}
+        write(json, results_of("latency", {"repeats": repeats, "backend": backend}, sys.executable, **figures))
 
 
 @bench.command()
@@ -180,6 +182,7 @@ def model(
     python: _Python = sys.executable,
 ) -> None:
     """Measure how many one-token changes of a prompt change the bench model's answer."""
+    from kvxfer.bench.results import report as results_of
     from kvxfer.bench.results import write
     from kvxfer.bench.sensitivity import run
 
@@ -188,7 +191,7 @@ def model(
     for row in rows:
         typer.echo("  ".join(f"{name} {value}" for name, value in row.items()))
     if json is not None:
-        write(json, {"sensitivity": rows})
+        write(json, results_of("model", {"trials": trials}, python, sensitivity=rows))
 
 
 @bench.command()

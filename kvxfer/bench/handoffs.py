@@ -56,13 +56,22 @@ class Pair:
         await self.to_prefill.__aexit__(*exc)
 
     async def hand_over(
-        self, prompt: Sequence[int], tokens: int, *, follow: bool = False, name: str | None = None
+        self,
+        prompt: Sequence[int],
+        tokens: int,
+        *,
+        follow: bool = False,
+        name: str | None = None,
+        token_ids: bool = True,
     ) -> Handoff:
-        """Prefill a prompt on one engine and decode ``tokens`` tokens on the other; ``name`` becomes the handoff's id."""
+        """Prefill a prompt on one engine and decode ``tokens`` tokens on the other; ``name`` becomes the handoff's id.
+
+        ``token_ids``: whether decode's answer has them. Prefill's never has: as with a proxy, nobody wants them.
+        """
         name = name or uuid.uuid4().hex
         first = self._prefill_leg(name, prompt)
         if self.mode == "push" and not follow:
-            second = self._decode_leg(name, prompt, tokens, push_params(name, self.prefill))
+            second = self._decode_leg(name, prompt, tokens, push_params(name, self.prefill), token_ids=token_ids)
             legs = asyncio.create_task(first), asyncio.create_task(second)
             await asyncio.wait(legs)  # also where one fails: neither is left to itself
             return Handoff(*await asyncio.gather(*legs))
@@ -70,7 +79,7 @@ class Pair:
         params = push_params(name, self.prefill) if self.mode == "push" else prefill.kv_transfer_params
         if params is None:
             raise KvxferError(f"{self.prefill.spec.name} answered a prefill leg without kv_transfer_params")
-        return Handoff(prefill, await self._decode_leg(name, prompt, tokens, params))
+        return Handoff(prefill, await self._decode_leg(name, prompt, tokens, params, token_ids=token_ids))
 
     async def compute(self, prompt: Sequence[int]) -> Completion:
         """Prefill a prompt that nobody else wants."""
@@ -87,12 +96,23 @@ class Pair:
             "transfer_id": name,
         }
         return await self.to_prefill.complete(
-            prompt, 1, stream=False, extra={"kv_transfer_params": params}, headers={"X-Request-Id": name}
+            prompt,
+            1,
+            stream=False,
+            token_ids=False,
+            extra={"kv_transfer_params": params},
+            headers={"X-Request-Id": name},
         )
 
-    async def _decode_leg(self, name: str, prompt: Sequence[int], tokens: int, params: Any) -> Completion:
+    async def _decode_leg(
+        self, name: str, prompt: Sequence[int], tokens: int, params: Any, *, token_ids: bool
+    ) -> Completion:
         return await self.to_decode.complete(
-            prompt, tokens, extra={"kv_transfer_params": dict(params)}, headers={"X-Request-Id": name}
+            prompt,
+            tokens,
+            token_ids=token_ids,
+            extra={"kv_transfer_params": dict(params)},
+            headers={"X-Request-Id": name},
         )
 
 

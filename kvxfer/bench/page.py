@@ -7,6 +7,8 @@ show is on the page as well.
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any, Final
@@ -30,12 +32,15 @@ METRICS: Final = (
 )
 """Columns of a point's table: what it is called, where it is in the file, and digits behind the point. Milliseconds."""
 
+_ITERATION: Final = re.compile(r"_iter(\d+)$")
+
 _STYLE: Final = """
-body{font:15px/1.5 system-ui,sans-serif;color:#222;max-width:60rem;margin:2rem auto;padding:0 1rem}
+body{font:15px/1.5 system-ui,sans-serif;color:#222;max-width:74rem;margin:2rem auto;padding:0 1rem}
 h1{font-size:1.6rem}h2{font-size:1.2rem;margin-top:2.2rem;border-bottom:1px solid #ccc}h3{font-size:1rem;margin-bottom:.3rem}
 table{border-collapse:collapse;margin:.5rem 0 1rem;font-variant-numeric:tabular-nums;font-size:.85rem}
 th,td{padding:.2rem .55rem;text-align:right;border-bottom:1px solid #e4e4e4}th{font-weight:600}
-th:first-child,td:first-child{text-align:left}.scroll{overflow-x:auto}svg{max-width:100%;height:auto}
+th:first-child,td:first-child,.words th,.words td{text-align:left}
+.charts{display:flex;flex-wrap:wrap;gap:0 2rem}.charts>div{flex:1 1 30rem}.scroll{overflow-x:auto}svg{max-width:100%;height:auto}
 .legend{margin:.1rem 0 1rem;font-size:.8rem}.legend span{margin-right:1rem;white-space:nowrap}
 .legend i{display:inline-block;width:.8em;height:.8em;margin-right:.3em}.note{color:#555;font-size:.9rem}
 .wrong{color:#a40000}@media print{body{margin:0;max-width:none}h2{break-after:avoid}svg,table{break-inside:avoid}}
@@ -56,6 +61,12 @@ class Source:
     name: str
     results: Mapping[str, Any]
 
+    @property
+    def tag(self) -> str:
+        """What tells its arms from those of other files: of a sweep's files the iteration, else the file's name."""
+        match = _ITERATION.search(self.name)
+        return self.name if match is None else f"iteration {match[1]}"
+
 
 def page(sources: Sequence[Source], title: str = "kvxfer: results") -> str:
     """Return the page. Files of ``pd``, ``sweep`` and ``multiturn`` are shown in full, of the others head alone."""
@@ -64,7 +75,8 @@ def page(sources: Sequence[Source], title: str = "kvxfer: results") -> str:
     body = [f"<h1>{escape(title)}</h1>", _heads(sources)]
     points = merged(measured)
     if points:
-        body += ["<h2>Over the load</h2>", *_over_load(points)]
+        drawn = "".join(f"<div>{chart}</div>" for chart in _over_load(points) if chart)
+        body += [f'<h2>At a glance</h2><div class="charts">{drawn}</div>'] if drawn else []
     for name, arms in points.items():
         body.append(_point(name, arms))
     for source in measured:
@@ -82,19 +94,27 @@ def page(sources: Sequence[Source], title: str = "kvxfer: results") -> str:
 
 
 def merged(sources: Sequence[Source]) -> dict[str, dict[str, Mapping[str, Any]]]:
-    """Put the files' points together: by name, then by arm; each arm with its point's description under ``point``."""
-    counts: dict[tuple[str, str], int] = {}
-    for source in sources:
-        for point in source.results["points"]:
-            for label in point["arms"]:
-                counts[point["name"], label] = counts.get((point["name"], label), 0) + 1
+    """Put the files' points together: by name, then by arm; each arm with its point's description under ``point``.
+
+    Points of one name whose answers differ in length are told apart by that.
+    """
+    all_points = [(source, point) for source in sources for point in source.results["points"]]
+    outputs: dict[str, set[int]] = {}
+    for _, point in all_points:
+        outputs.setdefault(point["name"], set()).add(point["output"])
+
+    def name_of(point: Mapping[str, Any]) -> str:
+        name: str = point["name"]
+        return name if len(outputs[name]) == 1 else f"{name}/{point['output']}"
+
+    labels = Counter((name_of(point), label) for _, point in all_points for label in point["arms"])
     found: dict[str, dict[str, Mapping[str, Any]]] = {}
-    for source in sources:
-        for point in source.results["points"]:
-            about = {key: value for key, value in point.items() if key != "arms"}
-            for label, arm in point["arms"].items():
-                shown = label if counts[point["name"], label] == 1 else f"{label} ({source.name})"
-                found.setdefault(point["name"], {})[shown] = {**arm, "point": about}
+    for source, point in all_points:
+        name = name_of(point)
+        about = {key: value for key, value in point.items() if key != "arms"}
+        for label, arm in point["arms"].items():
+            shown = label if labels[name, label] == 1 else f"{label} ({source.tag})"
+            found.setdefault(name, {})[shown] = {**arm, "point": about}
     return dict(sorted(found.items(), key=lambda one: _order(next(iter(one[1].values()))["point"])))
 
 
@@ -122,7 +142,7 @@ def _heads(sources: Iterable[Source]) -> str:
         )  # fmt: skip
         rows.append("".join(f"<td>{escape(str(cell))}</td>" for cell in cells))
     names = "".join(f"<th>{name}</th>" for name in ("file", "bench", "made", "versions", "machine"))
-    return f'<div class="scroll"><table><tr>{names}</tr>{"".join(f"<tr>{row}</tr>" for row in rows)}</table></div>'
+    return f'<div class="scroll"><table class="words"><tr>{names}</tr>{"".join(f"<tr>{row}</tr>" for row in rows)}</table></div>'
 
 
 def _point(name: str, arms: Mapping[str, Mapping[str, Any]]) -> str:
@@ -183,7 +203,8 @@ def _lines(title: str, across: str, path: str, several: Sequence[tuple[float, Ma
         for label, arm in arms.items():
             if (value := value_of(arm, path, "median")) is not None:
                 series.setdefault(label, []).append((x, value))
-    return charts.lines(title, across, "ms", series)
+    several_places = len({x for x, _ in several}) > 1
+    return charts.lines(title, across, "ms", series) if several_places else ""
 
 
 def _verified(source: Source) -> str:
@@ -211,7 +232,7 @@ def _conversations(sources: Sequence[Source]) -> str:
     rows = []
     for source in sources:
         leg = source.results["settings"]["leg"]
-        label = leg if sum(one.results["settings"]["leg"] == leg for one in sources) == 1 else f"{leg} ({source.name})"
+        label = leg if sum(one.results["settings"]["leg"] == leg for one in sources) == 1 else f"{leg} ({source.tag})"
         for turn in source.results["turns"]:
             if turn["ttft_ms"] is None:
                 continue

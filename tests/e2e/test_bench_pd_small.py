@@ -12,9 +12,10 @@ pytest.importorskip("nixl", reason="NIXL is not installed")
 
 from typer.testing import CliRunner
 
-from kvxfer.bench import results
+from kvxfer.bench import engines, results
 from kvxfer.bench.command import bench
-from kvxfer.bench.model import Recipe
+from kvxfer.bench.model import Recipe, build
+from kvxfer.bench.process import free_ports, running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -39,7 +40,8 @@ def test_push_and_pull_beside_one_engine_alone(tmp_path) -> None:
         for label, arm in point["arms"].items():
             assert (arm["requests"], arm["failed"], arm["prefix_hits"]) == (requests, 0, 0)
             assert arm["ttft_ms"]["n"] == requests
-            assert arm["itl_ms"]["n"] == sum(len(sample["gaps"]) for sample in arm["samples"])
+            gaps = sum(len(sample.get("gaps", ())) for sample in arm["samples"])  # none where all came in one event
+            assert (arm["itl_ms"] or {"n": 0})["n"] == gaps
             if label == "alone":
                 continue
             handoffs = arm["handoffs"]
@@ -64,3 +66,26 @@ def test_push_and_pull_beside_one_engine_alone(tmp_path) -> None:
         assert told["arms"][label]["one_by_one"]["identical"] == 3
         assert told["arms"][label]["crowd"]["identical"] == 6
     assert found["arms"]["push"]["layouts"] == ["layer-major"], "all that vLLM's attention on a CPU has"
+
+
+def test_a_pair_that_runs_already_is_measured_by_its_addresses(tmp_path) -> None:
+    out, ports = tmp_path / "pd.json", free_ports(4)
+    specs = engines.pair_specs("push", build(), python=PYTHON, max_model_len=2048, num_blocks=200)
+    prefill, decode = (
+        engines.make_engine(spec, tmp_path, ports[at : at + 2]) for spec, at in zip(specs, (0, 2), strict=True)
+    )
+    control = f"{prefill.spec.name}@127.0.0.1:{prefill.control_port},127.0.0.1:{decode.control_port}"
+    with running(prefill.server, decode.server):
+        done = CliRunner().invoke(
+            bench,
+            ["pd", "--small", "--running", f"push@{prefill.url},{decode.url},{control}", "--running", f"alone@{prefill.url}",
+             "--served-model-name", engines.MODEL_NAME, "--inputs", "300", "--repeats", "3", "--output", "4", "--verify", "2",
+             "--longest", "600", "--json", str(out)],
+        )  # fmt: skip
+        assert prefill.server.running(), "whoever started it ends it"
+    assert done.exit_code == 0, done.output
+    (point,) = results.read(out, "pd")["points"]
+    assert point["arms"]["push"]["handoffs"]["outcomes"] == ["done"]
+    for sample in point["arms"]["push"]["samples"]:
+        assert sum(sample["stages"].values()) == pytest.approx(sample["ttft"])
+        assert list(sample["stages"])[-1] == "decode's first token"

@@ -69,7 +69,7 @@ def parse_arm(text: str) -> ArmName:
     """Read one arm: ``CONNECTOR[:KEY=VALUE]…``; values are JSON, or else words. ``kvxfer-push`` is ``push``."""
     connector, *parts = text.removeprefix(KVXFER_PREFIX).split(":")
     if connector != ALONE:
-        named_connector(connector)
+        named_connector(connector)  # refuses what is none
     settings: dict[str, Any] = {}
     for part in parts:
         key, equals, value = part.partition("=")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvxfer.bench.pd.arms import Arm
-    from kvxfer.bench.pd.sitting import Findings
+    from kvxfer.bench.pd.sitting import Findings, Settings
 
 _WIDTH = 160  # of tables that go to a file
 _ARMS = "alone,push,pull,upstream-push,upstream-pull"
@@ -42,7 +42,8 @@ def pd(
         bool, typer.Option("--small", help="On a small machine: the small model, short prompts, in turn.")
     ] = False,
     model: Annotated[
-        str | None, typer.Option(help="small, qwen3-8b (its shape, dummy weights) or a directory.")
+        str | None,
+        typer.Option(help="small, qwen3-8b (its shape, dummy weights), qwen3-8b-kv (for tokens) or a directory."),
     ] = None,
     served_model_name: Annotated[str | None, typer.Option(help="Of engines that run already.")] = None,
     inputs: Annotated[
@@ -73,6 +74,9 @@ def pd(
     ] = None,
     prefix_caching: Annotated[bool, typer.Option(help="vLLM's prefix cache.")] = False,
     warm_up: Annotated[int, typer.Option(help="Requests of each length before anything is measured.", min=1)] = 2,
+    ageing: Annotated[
+        int, typer.Option(help="Requests of many lengths at once before that, so that caches lie as in use.", min=0)
+    ] = 0,
     seed: Annotated[int, typer.Option(help="Of prompts and arrivals: another one in each sitting.", min=0)] = 0,
     minutes: Annotated[float | None, typer.Option(help="End the sitting by then, engines' start included.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds for one leg of a request.", min=1)] = 120.0,
@@ -103,7 +107,7 @@ def pd(
     """Compare pairs under kvxfer's and vLLM's own connectors with one engine alone: the same requests, taking turns."""
     from rich.console import Console
 
-    from kvxfer.bench import results, shapes
+    from kvxfer.bench import shapes
     from kvxfer.bench.machine import versions
     from kvxfer.bench.pd import arms as arms_module
     from kvxfer.bench.pd import points, sitting, tables
@@ -153,33 +157,18 @@ def pd(
             plan = verify_module.Plan(verify, crowd, greatest, verify_output, seed, vocab)
         settings = sitting.Settings(
             unloaded=unloaded, loaded=loaded, load_rounds=load_rounds, load_alone=load_alone, turns=turns,
-            together=bool(running) or (not on_cpu if together is None else together), warm_up=warm_up, seed=seed, vocab=vocab,
+            together=bool(running) or (not on_cpu if together is None else together), warm_up=warm_up,
+            ageing=ageing, seed=seed, vocab=vocab,
             timeout=timeout, limit=None if minutes is None else minutes * 60.0, verification=plan, expected_layout=expect_layout,
         )  # fmt: skip
         told = {
             "model": shown, "backend": backend, "prefix_caching": prefix_caching, "connector_config": build.ours,
             "upstream_config": build.upstreams, "running": running or [],
+            "environment": {"all": build.base["environment"], "prefill": build.prefill, "decode": build.decode},
             **{k: v for k, v in dataclasses.asdict(settings).items() if k not in {"unloaded", "loaded"}},
         }  # fmt: skip
-
-        def result(findings: Findings) -> dict[str, Any]:
-            return results.report("pd", told, python, **tables.body(compared, settings, findings))
-
-        def keep(findings: Findings) -> None:
-            if json is not None:
-                results.write(json, result(findings))
-
         console.print(f"engines' logs: {place}")
-        one = sitting.Sitting(compared, settings, typer.echo, keep)
-        failure = ""
-        try:
-            one.execute()
-        except KvxferError as error:
-            failure = str(error)
-        final = result(one.findings)
-        final["complaints"] += [failure] if failure else []
-        if json is not None:
-            results.write(json, final)
+        final = _carried_out(compared, settings, told, python, json)
     except KvxferError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None
@@ -188,6 +177,34 @@ def pd(
         typer.echo(f"- {complaint}", err=True)
     if final["complaints"]:
         raise typer.Exit(1)
+
+
+def _carried_out(
+    arms: Sequence[Arm], settings: Settings, told: dict[str, Any], python: str, json: Path | None
+) -> dict[str, Any]:
+    """Measure, writing what is known after each point; what ends a sitting early is one of the complaints."""
+    from kvxfer.bench import results
+    from kvxfer.bench.pd import tables
+    from kvxfer.bench.pd.sitting import Sitting
+
+    def result(findings: Findings) -> dict[str, Any]:
+        return results.report("pd", told, python, **tables.body(arms, settings, findings))
+
+    def keep(findings: Findings) -> None:
+        if json is not None:
+            results.write(json, result(findings))
+
+    sitting = Sitting(arms, settings, typer.echo, keep)
+    failure = []
+    try:
+        sitting.execute()
+    except KvxferError as error:
+        failure = [str(error)]
+    final = result(sitting.findings)
+    final["complaints"] += failure
+    if json is not None:
+        results.write(json, final)
+    return final
 
 
 def _numbers(option: str, text: str) -> list[int]:

@@ -26,6 +26,7 @@ TRACES: Final[tuple[Trace, ...]] = ("uniform", "mixed")
 WARM_UP: Final = 1_000_000
 """Number of the first request that only warms up."""
 _MIXED_INPUT, _MIXED_OUTPUT = 16, 4  # a mixed trace's shortest prompt and answer, as parts of the longest
+_CROWD = 4  # a crowd's longest prompt, as part of the longest that is measured
 _LOAD = re.compile(r"(?P<input>\d+)@(?P<qps>\d+(?:\.\d+)?)x(?P<requests>\d+)")
 
 
@@ -94,6 +95,21 @@ def window(point: Point, number: int, *, seed: int, vocab: int) -> list[Planned]
         planned.append(Planned(which, at, tokens(length, key, vocab), output))
         at += dice.expovariate(point.qps)
     return planned
+
+
+def crowd(lengths: Sequence[int], count: int, seed: int, vocab: int) -> list[Planned]:
+    """Return requests of many lengths, up to a quarter of the longest given, that come all at once and end one by one."""
+    dice = random.Random(f"{seed}/crowd")  # noqa: S311 - a plan, not a secret
+    longest = max(2, max(lengths) // _CROWD)
+    return [
+        Planned(
+            number,
+            0.0,
+            tokens(_between(dice, longest, _MIXED_INPUT), (seed, WARM_UP + 2, number), vocab),
+            dice.randint(2, 64),
+        )
+        for number in range(count)
+    ]
 
 
 def tokens(length: int, key: Sequence[int], vocab: int) -> list[int]:

@@ -39,7 +39,11 @@ _SLACK, _DRAIN = 1.3, 3.0  # how much longer a window takes than its arrivals: b
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a sitting does. Times in seconds; ``limit`` is for all of it, engines' start included, None for none."""
+    """What a sitting does. Times in seconds; ``limit`` is for all of it, engines' start included, None for none.
+
+    ``ageing``: requests of many lengths that each arm gets at once before anything is measured. An engine that was never busy
+    gives out its cache's blocks in order, so that a prompt is one run of memory; after a crowd they lie as in an engine in use.
+    """
 
     unloaded: Sequence[Point] = ()
     loaded: Sequence[Point] = ()
@@ -48,6 +52,7 @@ class Settings:
     turns: int = 1
     together: bool = True
     warm_up: int = 2
+    ageing: int = 0
     seed: int = 0
     vocab: int = 1024
     timeout: float = 120.0
@@ -181,6 +186,8 @@ class Sitting:
                 await asyncio.gather(
                     *(line.answer(prompt, _WARM_OUTPUT) for prompt in prompts[settings.warm_up :][:_WARM_CROWD])
                 )
+            crowd = points.crowd(lengths, settings.ageing, settings.seed, settings.vocab)
+            await asyncio.gather(*(line.answer(one.prompt, one.output) for one in crowd))
         except KvxferError as error:
             self._drop(line.arm, f"its first requests failed: {error}")
 

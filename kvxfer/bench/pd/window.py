@@ -113,28 +113,26 @@ class Line:
 
     def __init__(self, arm: Arm, timeout: float) -> None:
         self.arm = arm
-        self._pair: Pair | None = None
-        self._alone: Client | None = None
+        self._to: Client | Pair
         if arm.name.mode is None:
-            self._alone = Client(arm.engines[0].url, timeout=timeout, model=arm.model)
+            self._to = Client(arm.engines[0].url, timeout=timeout, model=arm.model)
         else:
-            self._pair = Pair(arm.name.mode, *arm.engines, timeout=timeout, model=arm.model)
+            self._to = Pair(arm.name.mode, *arm.engines, timeout=timeout, model=arm.model)
 
     async def __aenter__(self) -> Line:
-        await (self._alone or self._pair).__aenter__()  # type: ignore[union-attr]
+        await self._to.__aenter__()
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        await (self._alone or self._pair).__aexit__(*exc)  # type: ignore[union-attr]
+        await self._to.__aexit__(*exc)
 
     async def answer(
-        self, prompt: Sequence[int], output: int, name: str | None = None
+        self, prompt: Sequence[int], output: int, name: str | None = None, *, token_ids: bool = True
     ) -> tuple[Completion, float | None]:
         """Send one prompt; return the answer, and how long prefill's leg took. Raises KvxferError."""
-        if self._pair is None:
-            assert self._alone is not None, "one of the two is there"
-            return await self._alone.complete(prompt, output), None
-        handoff = await self._pair.hand_over(prompt, output, name=name)
+        if isinstance(self._to, Client):
+            return await self._to.complete(prompt, output, token_ids=token_ids), None
+        handoff = await self._to.hand_over(prompt, output, name=name, token_ids=token_ids)
         return handoff.decode, handoff.prefill.seconds
 
     async def one(self, planned: Planned) -> Sample:
@@ -160,15 +158,15 @@ class Line:
         asked = time.perf_counter()
         sample = Sample(planned.number, len(planned.prompt), planned.output, at=time.monotonic() - began)
         try:
-            answer, sample.prefill = await self.answer(planned.prompt, planned.output, name)
+            answer, sample.prefill = await self.answer(planned.prompt, planned.output, name, token_ids=False)
         except KvxferError as error:
             sample.error = str(error)
             return sample
         # Decode's leg of a pull begins when prefill's has ended; a client waits for both.
         sample.ttft = None if answer.ttft is None else answer.started + answer.ttft - asked
         sample.tpot, sample.gaps = answer.tpot, list(answer.gaps)
-        if len(answer.token_ids) != planned.output:
-            sample.error = f"{len(answer.token_ids)} tokens came, not {planned.output}"
+        if answer.tokens != planned.output:
+            sample.error = f"{answer.tokens} tokens came, not {planned.output}"
         return sample
 
     async def counters(self) -> dict[str, float]:

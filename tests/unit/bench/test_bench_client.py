@@ -151,3 +151,37 @@ def test_nobody_there_is_an_error():
 
     with pytest.raises(RequestError, match="Cannot connect"):
         asyncio.run(main())
+
+
+def test_without_token_ids_each_event_is_an_arrival_and_the_server_counts() -> None:
+    events = [
+        (0.0, {"choices": [{"index": 0, "text": "a"}]}),
+        (0.02, {"choices": [{"index": 0, "text": ""}]}),
+        (0.02, {"choices": [{"index": 0, "text": "c", "finish_reason": "length"}]}),
+        (0.0, {"choices": [], "usage": {"completion_tokens": 4}}),
+        (0.0, "[DONE]"),
+    ]
+    server = FakeServer(events)
+    answer = talk(server, lambda client: client.complete([1, 2], 4, token_ids=False))
+    body = server.asked[0][1]
+    assert body["return_token_ids"] is False
+    assert body["stream_options"] == {"include_usage": True}
+    assert (answer.token_ids, answer.tokens, answer.text) == ((), 4, "ac")
+    assert len(answer.gaps) == 2
+    assert min(answer.gaps) >= 0.01
+    assert answer.tpot == pytest.approx(sum(answer.gaps) / 3)
+
+
+def test_an_answer_that_is_not_streamed_has_the_servers_count() -> None:
+    whole = {"choices": [{"text": "x", "finish_reason": "length"}], "usage": {"completion_tokens": 1}}
+    server = FakeServer(aiohttp.web.json_response(whole))
+    answer = talk(server, lambda client: client.complete([1, 2], 1, stream=False, token_ids=False))
+    assert answer.tokens == 1
+    assert "stream_options" not in server.asked[0][1]
+
+
+def test_tokens_that_all_come_in_one_event_tell_nothing_of_the_time_for_each() -> None:
+    server = FakeServer([(0.0, token(5, 6, 7, finish_reason="length")), (0.0, "[DONE]")])
+    answer = talk(server, lambda client: client.complete([1], 3))
+    assert (answer.tokens, answer.gaps, answer.tpot) == (3, (), None)
+    assert answer.ttft is not None

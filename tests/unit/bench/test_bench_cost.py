@@ -183,7 +183,8 @@ class FakeClient:
     def __init__(self, log, name, params=None):
         self.log, self.name, self.params = log, name, params
 
-    async def complete(self, prompt, max_tokens, *, stream=True, extra=None, headers=None):
+    async def complete(self, prompt, max_tokens, *, stream=True, token_ids=True, extra=None, headers=None):
+        assert token_ids or self.name == "prefill", "whoever asks a pair for tokens gets decode's"
         self.log.append((self.name, "asked", (extra or {}).get("kv_transfer_params"), headers))
         await asyncio.sleep(0.01)
         self.log.append((self.name, "answered", None, None))

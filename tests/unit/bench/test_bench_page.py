@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 from html.parser import HTMLParser
 from xml.etree import ElementTree as ET
 
@@ -147,10 +149,24 @@ def test_arms_of_several_files_stand_beside_each_other() -> None:
     assert list(points["1000"]) == ["alone", "push (one)", "push (two)"]
 
 
+def test_iterations_of_a_sweep_make_one_line_each_and_answers_are_told_apart() -> None:
+    sources = []
+    for iteration in (1, 2):
+        for qps in (1.0, 2.0):
+            for output in (16, 128):
+                measured = point(f"1000@{qps:g}", {"push": arm(qps * iteration)}, qps=qps) | {"output": output}
+                sources.append(Source(f"push_qps{qps:g}_in1000_out{output}_iter{iteration}", pd(points=[measured])))
+    points = merged(sources)
+    assert list(points) == ["1000@1/16", "1000@2/16", "1000@1/128", "1000@2/128"]
+    assert all(list(arms) == ["push (iteration 1)", "push (iteration 2)"] for arms in points.values())
+    drawn = re.findall(r"<polyline[^>]*points=\"([^\"]*)\"", page(sources))
+    assert [len(line.split()) for line in drawn] == [2] * 8, "two metrics, two lengths of answers, two iterations"
+
+
 def test_every_chart_is_well_formed_and_shows_what_it_says() -> None:
     text = page([Source("one", pd()), Source("off", turns("off", 9.0)), Source("on", turns("on", 4.0))])
     drawn = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
-    assert len(drawn) == 2 + 2 + 3 + 2, "unloaded, over the rate, a waterfall a point, conversations"
+    assert len(drawn) == 2 + 3 + 2, "over the rate, a waterfall a point, conversations"
     for one in drawn:
         ET.fromstring(one)
     reader = read(text)
@@ -202,3 +218,23 @@ def test_the_command(tmp_path) -> None:
     for arguments in (["report", str(tmp_path / "in" / "raw.json")], ["report", str(tmp_path / "deep")]):
         done = CliRunner().invoke(app, arguments)
         assert done.exit_code == 1
+
+
+@pytest.mark.slow
+def test_a_browser_shows_it_without_an_error(tmp_path) -> None:
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("there is no Chromium here")
+    file, picture = tmp_path / "page.html", tmp_path / "page.png"
+    file.write_text(page([Source("one", pd()), Source("off", turns("off", 9.0))]))
+    options = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--enable-logging=stderr",
+        f"--user-data-dir={tmp_path}/profile",
+    ]
+    command = [browser, *options, f"--screenshot={picture}", "--window-size=1200,2000", file.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert "CONSOLE" not in done.stderr
+    assert picture.stat().st_size > 20_000
