@@ -31,7 +31,7 @@ from kvxfer.protocol.ids import HandoffId, Name, RankId, shown
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-WIRE_VERSION = 5
+WIRE_VERSION = 6
 """Raised whenever a message changes in a way that the previous version cannot read."""
 
 MAX_MESSAGE_BYTES = 8 << 20
@@ -249,6 +249,34 @@ class Failed(Message, frozen=True, tag="failed"):
     reason: str
 
 
+# --- reuse: between the scheduler processes of two engines ---------------------------------------------------------------
+
+
+class Ask(Message, frozen=True, tag="ask"):
+    """Prefill to decode: what do you hold of this conversation, beyond the positions [0, ``start``) that I have?
+
+    ``chain`` are its digests (``protocol/chain``) behind ``start``. What is held is kept for the READ of this handoff.
+    """
+
+    handoff: HandoffId
+    start: Position
+    chain: Annotated[bytes, Meta(max_length=MAX_MESSAGE_BYTES)]
+    asked: Stamp
+
+
+class Held(Message, frozen=True, tag="held"):
+    """Decode to prefill: positions up to ``tokens`` are there, and stay until ``lease`` seconds after ``asked``.
+
+    0 tokens when nothing is there, or it cannot be kept: ``reason`` says why.
+    """
+
+    handoff: HandoffId
+    tokens: Position
+    asked: Stamp
+    lease: Duration
+    reason: str = ""
+
+
 # --- for people -------------------------------------------------------------------------------------------------------
 
 
@@ -287,6 +315,8 @@ AnyMessage = (
     | CancelAck
     | Release
     | Failed
+    | Ask
+    | Held
     | ReportAsk
     | Report
 )
@@ -431,7 +461,7 @@ def unpack(packed: bytes) -> tuple[Envelope, AnyMessage]:
 MAX_REASON = 2000
 """Characters of a peer's reason that are kept."""
 
-_WITH_A_REASON = (Refused, Cancel, Release, Failed)
+_WITH_A_REASON = (Refused, Cancel, Release, Failed, Held)
 
 _LIMITS: dict[type, int] = {
     Hello: MAX_CARD_BYTES,
@@ -439,6 +469,7 @@ _LIMITS: dict[type, int] = {
     Directory: MAX_CARD_BYTES,
     Register: MAX_MESSAGE_BYTES,
     Grant: MAX_MESSAGE_BYTES,
+    Ask: MAX_MESSAGE_BYTES,
     Report: MAX_MESSAGE_BYTES,
 }
 
