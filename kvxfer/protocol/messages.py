@@ -253,7 +253,7 @@ class Failed(Message, frozen=True, tag="failed"):
 
 
 class Ask(Message, frozen=True, tag="ask"):
-    """Prefill to decode: what do you hold of this conversation, beyond the positions [0, ``start``) that I have?
+    """Prefill to decode: say what you hold of this conversation, beyond the positions [0, ``start``) that I have.
 
     ``chain`` are its digests (``protocol/chain``) behind ``start``. What is held is kept for the READ of this handoff.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -40,10 +40,11 @@ class RankReport:
 
 @dataclass(frozen=True, slots=True)
 class EngineReport:
-    """What all ranks of an engine say."""
+    """What all ranks of an engine say. ``counters`` are those of its scheduler process: of reuse, and of the control channel."""
 
     engine: str
     ranks: list[RankReport]
+    counters: dict[str, int] = field(default_factory=dict)
 
     @property
     def records(self) -> list[HandoffRecord]:
@@ -72,7 +73,8 @@ def fetch_records(
             card = RankCard.from_builtins(report.card)
             records = msgspec.convert(report.records, list[HandoffRecord])
             reports.append(RankReport(report.rank, card.cache, card.backend, report.counters, records))
-    return EngineReport(directory.engine, reports)
+        front = asker.ask(host, port, messages.ReportAsk(0), messages.Report)
+    return EngineReport(directory.engine, reports, front.counters)
 
 
 class _Asker:

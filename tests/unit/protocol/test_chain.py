@@ -39,7 +39,9 @@ def test_after_a_rewritten_message_nothing_is_the_same_again() -> None:
     other = list(tokens)
     other[2 * CHUNK + 3] += 1
     one, two = chain(SEED, tokens), chain(SEED, other)
-    assert [one[i : i + DIGEST] == two[i : i + DIGEST] for i in range(0, len(one), DIGEST)] == [True, True] + 3 * [False]
+    assert [one[i : i + DIGEST] == two[i : i + DIGEST] for i in range(0, len(one), DIGEST)] == [True, True] + 3 * [
+        False
+    ]
 
 
 @pytest.mark.parametrize(
