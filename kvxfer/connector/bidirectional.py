@@ -66,7 +66,6 @@ class Bidirectional:
         tables: Tables,
         settings: Settings,
         control: ControlChannel,
-        others_load: Callable[[], bool],
         wake: Callable[[], None] | None,
     ) -> None:
         check(vllm_config, tables)
@@ -75,7 +74,7 @@ class Bidirectional:
         size = tables.groups[0].block_size
         self._takes = None
         if role != "kv_consumer":
-            self._takes = TakingBack(settings, tables, model, control, others_load)
+            self._takes = TakingBack(settings, tables, model, control)
         self._retains = None if role == "kv_producer" else Retained(settings, size, model, control.send, wake)
         if self._retains is not None and wake is None:
             logger.warning(
@@ -121,6 +120,11 @@ class Bidirectional:
             self._retains.let_go(now)
         return (0, False) if self._takes is None else self._takes.matched(request, computed, now)
 
+    def holds(self, request_id: str) -> None:
+        """See TakingBack."""
+        if self._takes is not None:
+            self._takes.holds(request_id)
+
     def allocated(self, request: Any, tables: Sequence[list[int]], tokens: int) -> SinkOpen | None:
         """See TakingBack."""
         return None if self._takes is None else self._takes.allocated(request, tables, tokens, time.monotonic())
@@ -129,7 +133,7 @@ class Bidirectional:
         """End a step: answer what was asked of this engine."""
         now = time.monotonic()
         if self._takes is not None:
-            self._takes.step(output.total_num_scheduled_tokens, now)
+            self._takes.step(output, now)
         return [] if self._retains is None else list(self._retains.serve(output, now))
 
     def loaded(self, output: Any) -> None:

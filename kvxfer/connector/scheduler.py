@@ -117,9 +117,7 @@ class SchedulerHalf:
         self._announcer = Announcer(self.control, settings.leg_timeout)
         self._reuse: Bidirectional | None = None
         if settings.bidirectional_kv_xfer:
-            self._reuse = Bidirectional(
-                vllm_config, self._tables, settings, self.control, self._loads_open, private.waker()
-            )
+            self._reuse = Bidirectional(vllm_config, self._tables, settings, self.control, private.waker())
         self.control.start()
         if self._receives:  # the scheduler process of a decode engine announces its requests
             for host, peer_port in settings.peer_addresses:
@@ -230,6 +228,8 @@ class SchedulerHalf:
         start, end = sink.offered - num_external_tokens, request.num_prompt_tokens - 1
         tables = self.registered_blocks(request.request_id, blocks.get_block_ids(), start, end)
         sink.state = _SinkState.OPEN
+        if self._reuse is not None:
+            self._reuse.holds(request.request_id)
         self._announcer.settle(handoff, request.request_id)
         self._step().opened.append(
             SinkOpen(
@@ -374,9 +374,6 @@ class SchedulerHalf:
         """Tell whether something noted must reach the workers although no request may be left to schedule."""
         waits = self._reuse is not None and self._reuse.pending()
         return self._noted is not None or bool(self._pins) or waits
-
-    def _loads_open(self) -> bool:
-        return any(sink.state is _SinkState.OPEN for sink in self._sinks.values())
 
     def _probe_answer(self, request: Any) -> dict[str, Any] | None:
         try:

@@ -8,7 +8,8 @@ way is counted under its reason, and the positions are computed here.
 **No dead-lock before vLLM 0.32.** There a request that was put off, and then does not fit, stops the scan of the waiting
 requests, before others that hold blocks and whose load is over: then nothing ever runs (0.26 and 0.29,
 v1/core/sched/scheduler.py, tests/contract/test_reuse_admission.py). So a request that was put off once is let through only
-when it fits for certain, or when no load of ours is open. While one waits for that, no other load is opened.
+when it fits for certain, or when nobody holds blocks whose load is open, or over without vLLM having let him on. While one
+waits for that, no other load is opened.
 """
 
 from __future__ import annotations
@@ -80,30 +81,20 @@ class _Lease:
 
 
 class TakingBack:
-    """Of one engine. ``others_load``: whether loads are open that are not for reuse.
+    """Of one engine. All but ``on_…`` is called by the scheduler's thread, these by the control thread."""
 
-    All but ``on_…`` is called by the scheduler's thread, these by the control thread.
-    """
-
-    def __init__(
-        self,
-        settings: Settings,
-        tables: Tables,
-        model: str,
-        control: ControlChannel,
-        others_load: Callable[[], bool] = lambda: False,
-    ) -> None:
+    def __init__(self, settings: Settings, tables: Tables, model: str, control: ControlChannel) -> None:
         self.counters: dict[str, int] = {"reuse_fetched_tokens": 0, "reuse_recomputed_tokens": 0, "reuse_requests": 0}
         self._timeout = settings.reuse_timeout
         self._tables = tables
         self._block_size = tables.groups[0].block_size
         self._model = model
         self._control = control
-        self._others_load = others_load
         self._courier = Courier(control)
         self._worth = Worth(settings.kv_recompute_threshold)
         self._reuses: dict[str, _Reuse] = {}
         self._loading: dict[str, _Reuse] = {}
+        self._holding: set[str] = set()  # requests with blocks that vLLM has not let on yet: their load is open, or just over
         self._blocked: str | None = None
         self._pending: set[HandoffId] = set()
         self._answers: dict[HandoffId, Held] = {}
@@ -135,12 +126,16 @@ class TakingBack:
         if one.state is _State.ASKED and not self._answered(one, request, computed, now):
             return self._later(one)
         wanted = self._wanted(one, request, computed, now)
-        if one.put_off and (self._loading or self._others_load()) and not self._fits(request):
+        if one.put_off and self._holding and not self._fits(request):
             self._blocked = request.request_id
             return self._later(one)
         self._blocked = None
         one.offered = computed + wanted
         return wanted, wanted > 0
+
+    def holds(self, request_id: str) -> None:
+        """Note that a request holds blocks while something is loaded into them, for reuse or not."""
+        self._holding.add(request_id)
 
     def allocated(self, request: Any, tables: Sequence[list[int]], tokens: int, now: float) -> SinkOpen | None:
         """Have ``tokens`` positions loaded into what vLLM allocated for them."""
@@ -149,6 +144,7 @@ class TakingBack:
             return None
         one.state, one.opened = _State.OPEN, now
         self._loading[request.request_id] = one
+        self.holds(request.request_id)
         start, end = one.offered - tokens, one.offered
         size = self._block_size
         one.start, one.tokens = start, tokens
@@ -182,6 +178,7 @@ class TakingBack:
     def finished(self, request_id: str) -> bool:
         """Note that a request is over, and tell whether a load of it is open, which vLLM then waits for."""
         one = self._reuses.pop(request_id, None)
+        self._holding.discard(request_id)
         if self._blocked == request_id:
             self._blocked = None
         if one is None:
@@ -190,10 +187,12 @@ class TakingBack:
             self._release(one, "prefill gave up")
         return one.state is _State.OPEN
 
-    def step(self, tokens: int, now: float) -> None:
-        """Note that a step of so many tokens begins."""
+    def step(self, output: Any, now: float) -> None:
+        """Note what the step that begins computes."""
+        if self._holding:
+            self._holding.difference_update(output.num_scheduled_tokens)
         if self._worth.measures:
-            self._worth.step(tokens, now)
+            self._worth.step(output.total_num_scheduled_tokens, now)
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
@@ -289,10 +288,11 @@ class TakingBack:
     # --- in the control thread --------------------------------------------------------------------------------------
 
     def on_held(self, frm: RankId, message: Held) -> None:
-        """Take an answer, if somebody waits for it; who gave up has said so to decode."""
-        del frm
+        """Take an answer, if somebody waits for it; what comes too late is let go of again."""
         if message.handoff in self._pending:
             self._answers[message.handoff] = message
+        elif message.tokens and message.handoff not in self._leases:
+            self._control.send(frm, Release(message.handoff, "the answer came too late"))
 
     def on_outcome(self, outcome: Outcome) -> None:
         """Let what waited go to an engine that is connected now; or let those who asked know that it is not."""
