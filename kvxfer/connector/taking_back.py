@@ -94,7 +94,9 @@ class TakingBack:
         self._worth = Worth(settings.kv_recompute_threshold)
         self._reuses: dict[str, _Reuse] = {}
         self._loading: dict[str, _Reuse] = {}
-        self._holding: set[str] = set()  # requests with blocks that vLLM has not let on yet: their load is open, or just over
+        self._holding: set[str] = (
+            set()
+        )  # requests with blocks that vLLM has not let on yet: their load is open, or just over
         self._blocked: str | None = None
         self._pending: set[HandoffId] = set()
         self._answers: dict[HandoffId, Held] = {}

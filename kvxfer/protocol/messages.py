@@ -26,6 +26,7 @@ import msgspec
 from msgspec import Meta
 
 from kvxfer.errors import RemoteProtocolError
+from kvxfer.protocol.fields import MAX_MESSAGE_BYTES, MAX_RANKS, Blocks, Card, Count, Duration, Position, Stamp
 from kvxfer.protocol.ids import HandoffId, Name, RankId, shown
 
 if TYPE_CHECKING:
@@ -33,10 +34,6 @@ if TYPE_CHECKING:
 
 WIRE_VERSION = 6
 """Raised whenever a message changes in a way that the previous version cannot read."""
-
-MAX_MESSAGE_BYTES = 8 << 20
-"""Largest envelope accepted: two million block ids, or any card."""
-
 
 MAX_CARD_BYTES = 1 << 20
 """Largest Hello and Welcome: a card with its NIXL metadata, which a process keeps of every peer."""
@@ -46,19 +43,6 @@ MAX_SMALL_BYTES = 64 << 10
 
 MAX_RECORDS = 4096
 """Records in one report: some 0.5 KB each, well below the largest message."""
-
-MAX_RANKS = 1024
-"""Ranks of one engine."""
-
-Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
-Position = Annotated[int, Meta(ge=0, lt=1 << 31)]
-"""A token's position, or a number of tokens."""
-Stamp = Annotated[float, Meta(ge=0.0, le=1e12)]
-"""A moment of somebody's monotonic clock. The limits keep NaN and infinity out as well."""
-Duration = Annotated[float, Meta(ge=0.0, le=1e6)]
-Blocks = Annotated[bytes, Meta(max_length=MAX_MESSAGE_BYTES)]
-"""A request's packed block tables, words of four bytes; read_body refuses what is not whole."""
-Card = Annotated[dict[str, Any], Meta(max_length=64)]
 
 
 class Message(msgspec.Struct, frozen=True, tag_field="t", omit_defaults=True):

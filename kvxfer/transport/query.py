@@ -14,6 +14,7 @@ from kvxfer.addresses import endpoint, reachable, shown_at
 from kvxfer.errors import RemoteProtocolError, TransportError
 from kvxfer.layout.card import RankCard
 from kvxfer.protocol import messages
+from kvxfer.protocol.fields import MAX_MESSAGE_BYTES
 from kvxfer.protocol.ids import RankId
 from kvxfer.transport.commands import EngineAddress
 from kvxfer.transport.links import Links
@@ -91,7 +92,7 @@ class _Asker:
         with self.context.socket(zmq.DEALER) as dealer:
             dealer.linger = 0
             dealer.setsockopt(zmq.IPV6, int(":" in host))
-            dealer.setsockopt(zmq.MAXMSGSIZE, messages.MAX_MESSAGE_BYTES)
+            dealer.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
             try:
                 dealer.connect(endpoint(host, port))
             except zmq.ZMQError as error:

@@ -324,7 +324,9 @@ def test_a_read_that_fails_is_computed(pair, monkeypatch) -> None:
     history += both.turn(history) + tokens(10, 2)
     mover = both.p.worker._worker._threads.mover
     read_done = mover.sink.read_done
-    monkeypatch.setattr(mover.sink, "read_done", lambda number, now: read_done(number, now + 1e6))  # after the lease's end
+    monkeypatch.setattr(
+        mover.sink, "read_done", lambda number, now: read_done(number, now + 1e6)
+    )  # after the lease's end
     assert both.turn(history, 6) == expected(history, 6)
     assert both.fetched() == 0
     assert both.counters(both.p)["reuse_recomputed_tokens"] == 169 // BLOCK * BLOCK

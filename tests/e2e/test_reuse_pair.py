@@ -88,7 +88,7 @@ class Conversing:
         async with Client(self.prefill.url) as client:
             text = await client.metrics()
         by_source = re.findall(
-            r'^vllm:prompt_tokens_by_source_total\{.*source="local_compute".*\} ([\d.e+]+)$', text, re.M
+            r'^vllm:prompt_tokens_by_source_total\{.*source="local_compute".*\} ([\d.e+]+)$', text, re.MULTILINE
         )
         assert len(by_source) == 1, "vLLM does not say how many tokens it computed"
         return int(float(by_source[0]))

@@ -50,6 +50,12 @@ def test_every_setting_reaches_its_place() -> None:
         "mover_timeout": 15.0,
         "poll_interval": 0.001,
         "record_capacity": 5,
+        "bidirectional_kv_xfer": True,
+        "kv_recompute_threshold": "auto",
+        "decoder_kv_blocks_ttl": 100.0,
+        "decoder_kv_idle_ttl": 10.0,
+        "reuse_pin_limit": 0.125,
+        "reuse_timeout": 0.5,
     }
     assert set(extra) == set(Settings.__struct_fields__), "a setting is not tested"
     settings, _ = settings_from(extra, {})
