@@ -140,11 +140,15 @@ class Source(Delivery):
     def hold(self, handoff: HandoffId, tokens: int, blocks: bytes, until: float, now: float) -> Iterator[Action]:
         """Note that the engine keeps ``blocks``, final at positions [0, tokens), for the READ of this handoff until ``until``.
 
-        They belong to no request, so nothing is owed to the engine at the end: it lets them go by the same clock.
+        They belong to no request, so nothing is owed to the engine at the end: it lets them go by the same clock. Said again,
+        it means that it keeps them for longer.
         """
         one = self._handoffs.get(handoff)
-        if (one is None and handoff in self._ended) or (one is not None and one.prompt_tokens):
-            return  # over before it began, or said twice
+        if one is not None and one.prompt_tokens:
+            one.until = one.deadline = one.hold_until = max(one.until, until)
+            return
+        if not blocks or handoff in self._ended:
+            return  # over before it began, or before it was said again
         if one is None:
             one = self._handoffs[handoff] = SourceHandoff(handoff, State.COMPUTING, until)
         else:

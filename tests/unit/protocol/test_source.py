@@ -1025,7 +1025,23 @@ def test_a_reader_may_come_before_what_is_held_for_it() -> None:
     rig = Rig()
     assert sent(rig.register(mode="pull"), Grant) == []
     assert len(sent(rig.do("hold", H, 8, blocks_of(1, 2), 125.0), Grant)) == 1
-    assert rig.do("hold", H, 8, blocks_of(3, 4), 130.0) == [], "said twice"
+
+
+def test_what_is_held_for_longer_is_granted_for_longer() -> None:
+    rig = Rig()
+    rig.do("hold", H, 8, blocks_of(1, 2), 108.0)
+    assert [one.lease for one in sent(rig.register(mode="pull"), Grant)] == [8.0]
+    assert rig.do("hold", H, 8, b"", 130.0) == []
+    assert [one.lease for one in sent(rig.register(mode="pull", asked=8.0), Grant)] == [10.0]
+    rig.do("hold", H, 8, b"", 120.0)
+    rig.now = 122.0
+    (grant,) = sent(rig.register(mode="pull", asked=30.0), Grant)
+    assert (grant.lease, grant.blocks) == (8.0, blocks_of(1, 2)), "never for less than was said before"
+    rig.do("release", D, Release(H, "done"))
+    rig.do("hold", H, 8, b"", 140.0)
+    assert len(rig.source) == 0, "over is over"
+    rig.do("hold", HandoffId("never held"), 8, b"", 140.0)
+    assert len(rig.source) == 0
 
 
 def test_a_reader_that_gave_up_before_it_was_held() -> None:
