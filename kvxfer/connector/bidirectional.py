@@ -10,6 +10,7 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any
 
+from kvxfer.connector import compat
 from kvxfer.connector.params import PlainParams, SourceParams
 from kvxfer.connector.retained import Retained
 from kvxfer.connector.taking_back import TakingBack
@@ -31,8 +32,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kvxfer.reuse")
 
 
-def check(vllm_config: Any, tables: Tables) -> None:
-    """Raise ConfigError, with what to change, where conversations cannot be taken back, or not be proven to be."""
+def check(vllm_config: Any, tables: Tables, *, pinning: bool) -> None:
+    """Raise ConfigError, with what to change, where conversations cannot be taken back, or not be proven to be.
+
+    ``pinning``: this vLLM hands its block pool to connectors.
+    """
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     size = tables.groups[0].block_size
     executor = getattr(parallel, "distributed_executor_backend", None)
@@ -48,6 +52,11 @@ def check(vllm_config: Any, tables: Tables) -> None:
             decodes and not vllm_config.cache_config.enable_prefix_caching,
             "retains conversations in the prefix cache of an engine that decodes: start it with --enable-prefix-caching",
         ),
+        (
+            decodes and not compat.may_pin(vllm_config),
+            "pins blocks, which cascade attention takes for shared ones: start without --no-disable-cascade-attn",
+        ),
+        (not pinning, "needs a vLLM that lets connectors pin blocks (bind_gpu_block_pool): see docs/versions.md"),
         (
             getattr(parallel, "nnodes", 1) > 1 or (isinstance(executor, str) and executor not in ("mp", "uni")),
             "needs all processes of an engine on one host, since they share a clock: --distributed-executor-backend mp",
@@ -68,10 +77,10 @@ class Bidirectional:
         control: ControlChannel,
         wake: Callable[[], None] | None,
     ) -> None:
-        check(vllm_config, tables)
+        check(vllm_config, tables, pinning=compat.features().pinning)
         role = vllm_config.kv_transfer_config.kv_role
         model = settings.model_id or vllm_config.model_config.model
-        size = tables.groups[0].block_size
+        size = self._block_size = tables.groups[0].block_size
         self._takes = None
         if role != "kv_consumer":
             self._takes = TakingBack(settings, tables, model, control)
@@ -85,6 +94,11 @@ class Bidirectional:
 
     def bind(self, pool: Any, reserved: Callable[[], int] | None) -> None:
         """Take vLLM's block pool. Raises ConfigError for one whose hashes are not those of whole blocks."""
+        if (hashed := getattr(pool, "hash_block_size", self._block_size)) != self._block_size:
+            raise ConfigError(
+                f"bidirectional_kv_xfer needs vLLM's prefix cache to hash whole blocks: it hashes {hashed} tokens, a block has "
+                f"{self._block_size}; leave hash_block_size alone, or leave it off"
+            )
         if self._takes is not None:
             self._takes.bind(pool, reserved)
         if self._retains is not None:

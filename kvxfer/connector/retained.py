@@ -76,6 +76,7 @@ class Retained:
         self._wake = wake
         self._inbox: deque[tuple[RankId, Ask | HandoffId]] = deque()
         self._index: OrderedDict[bytes, Any] = OrderedDict()
+        self._digests: dict[Any, bytes] = {}  # the other way round
         self._requests: dict[str, Any] = {}
         self._leases: dict[HandoffId, _Lease] = {}
         self._recorded_at = 0.0
@@ -125,21 +126,35 @@ class Retained:
         self._requests[request.request_id] = request
 
     def finished(self, request: Any, now: float) -> None:
-        """Remember what of a finished request the prefix cache may keep: whole blocks of computed tokens."""
+        """Remember what of a finished request the prefix cache may keep: whole blocks of computed tokens.
+
+        vLLM's hash of a block stands for all that is before it as well, so that what is known needs no digest again.
+        """
         self._requests.pop(request.request_id, None)
         size, known = self._block_size, min(request.num_computed_tokens, request.num_tokens)
         whole = min(known // size, len(request.block_hashes))
-        tokens = request.all_token_ids[: whole * size]
-        chain = chain_of(request, tokens, self._model) if whole else None
+        known, last = 0, b""
+        for theirs in request.block_hashes[:whole]:
+            digest = self._digests.get(theirs)
+            if digest is None:
+                break
+            self._index.move_to_end(digest)
+            known, last = known + 1, digest
+        tokens = request.all_token_ids[known * size : whole * size]
+        chain = chain_of(request, tokens, self._model, known * size, last) if whole else None
         if chain is None:
             return
-        for number, theirs in enumerate(request.block_hashes[:whole], 1):
+        for number, theirs in enumerate(request.block_hashes[known:whole], 1):
             digest = link(chain, number * size)
-            self._index[digest] = theirs
-            self._index.move_to_end(digest)
+            self._forget(digest)
+            self._index[digest], self._digests[theirs] = theirs, digest
         while len(self._index) > INDEXED * self._pool.num_gpu_blocks:
-            self._index.popitem(last=False)
+            self._forget(next(iter(self._index)))
         self._recorded_at = now
+
+    def _forget(self, digest: bytes) -> None:
+        if (theirs := self._index.pop(digest, None)) is not None:
+            del self._digests[theirs]
 
     def pending(self, now: float) -> bool:
         """Tell whether a step is needed that no request asks for. Without a way to be woken: whether somebody may ask soon."""
@@ -205,7 +220,7 @@ class Retained:
                 break
             cached = self._pool.get_cached_block(theirs, [0])
             if cached is None:
-                del self._index[digest]  # evicted
+                self._forget(digest)  # evicted
                 break
             blocks.append(cached[0])
         return blocks

@@ -25,7 +25,7 @@ from kvxfer.connector.metadata import RankNews
 from kvxfer.connector.params import ParamsError, PlainParams, SinkParams, SourceParams, parse
 from kvxfer.connector.pins import Pins
 from kvxfer.errors import RemoteProtocolError
-from kvxfer.protocol.messages import Directory, Report
+from kvxfer.protocol.messages import Ask, Directory, Held, Report
 from kvxfer.transport.commands import (
     LESS,
     EngineAddress,
@@ -414,9 +414,12 @@ class SchedulerHalf:
 
     def on_message(self, frm: RankId, message: messages.AnyMessage) -> None:
         """Hear of reuse; refuse the rest: handoffs are matters of the worker ranks."""
-        if self._reuse is None:
+        if self._reuse is not None:
+            self._reuse.on_message(frm, message)
+        elif isinstance(message, Ask):  # who asks waits for an answer
+            self.control.send(frm, Held(message.handoff, 0, message.asked, 0.0, "decode has bidirectional_kv_xfer off"))
+        else:
             raise RemoteProtocolError(f"{frm} sent {type(message).__name__} to a scheduler process")
-        self._reuse.on_message(frm, message)
 
     def on_up(self, rank: RankId, card: RankCard | None) -> None:
         """Nothing to do: the announcer hears of whole engines."""

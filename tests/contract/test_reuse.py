@@ -17,6 +17,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from kvxfer.bench import model
 from kvxfer.connector import private
+from kvxfer.errors import ConfigError
 from kvxfer.transport.twin import Faults, TwinFabric
 from tests.support.engine import SimEngine, expected
 
@@ -344,3 +345,20 @@ def test_only_the_difference_travels_forward(pair) -> None:
     assert [one.mode for one in back] == ["pull"]
     assert back[0].tokens == 219 // BLOCK * BLOCK
     assert forward[1].tokens == len(history) - 1 - 219 // BLOCK * BLOCK
+
+
+def test_a_decode_engine_that_has_it_off_says_so_at_once(pair, monkeypatch) -> None:
+    both = pair(reuse_timeout=30.0)
+    monkeypatch.setattr(both.d.scheduler.connector._scheduler, "_reuse", None)
+    history = tokens(150, 1)
+    history += both.turn(history) + tokens(10, 2)
+    assert both.turn(history, 4) == expected(history, 4)
+    assert both.fetched() == 0
+    assert "reuse_declined_no_answer" not in both.counters(both.p)
+
+
+@pytest.mark.parametrize("role", ["p", "d"])
+def test_what_must_hold_is_checked_when_a_connector_is_made(tiny, role) -> None:
+    wrong = {"p_policy": "fail"} if role == "p" else {"d_prefix_caching": False}
+    with pytest.raises(ConfigError, match="kv_load_failure_policy" if role == "p" else "--enable-prefix-caching"):
+        Pair(tiny, **wrong)

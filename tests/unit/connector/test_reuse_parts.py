@@ -66,6 +66,14 @@ def test_requests_share_what_shapes_their_kv_alike(one, other, common) -> None:
     assert same(one, other) == common
 
 
+@pytest.mark.parametrize("start", [CHUNK, 3 * CHUNK])
+def test_a_chain_goes_on_where_it_was_left(start) -> None:
+    one = request(cache_salt="a", mm_features=[image("a", 5), image("b", 50)])
+    whole = chain_of(one, TOKENS, "m")
+    at = start // CHUNK * DIGEST
+    assert chain_of(one, TOKENS[start:], "m", start, whole[at - DIGEST : at]) == whole[at:]
+
+
 def test_another_model_is_another_conversation() -> None:
     assert chain_of(request(), TOKENS, "m") != chain_of(request(), TOKENS, "n")
 
@@ -173,8 +181,9 @@ def test_a_decode_leg_is_not_confused_by_it() -> None:
 # --- at the start -----------------------------------------------------------------------------------------------------
 
 
-def config(role="kv_producer", policy="recompute", caching=True, nnodes=1, executor="mp"):
+def config(role="kv_producer", policy="recompute", caching=True, nnodes=1, executor="mp", cascade=False):
     return SimpleNamespace(
+        model_config=SimpleNamespace(disable_cascade_attn=not cascade),
         kv_transfer_config=SimpleNamespace(kv_role=role, kv_load_failure_policy=policy),
         parallel_config=SimpleNamespace(nnodes=nnodes, distributed_executor_backend=executor),
         cache_config=SimpleNamespace(enable_prefix_caching=caching),
@@ -194,11 +203,17 @@ PLAIN = Tables([Shape(32)])
         (config(), Tables([Shape(8)]), "--block-size"),
         (config(nnodes=2), PLAIN, "--distributed-executor-backend mp"),
         (config(executor="ray"), PLAIN, "--distributed-executor-backend mp"),
+        (config("kv_consumer", cascade=True), PLAIN, "--no-disable-cascade-attn"),
     ],
 )
 def test_what_must_hold_is_said_at_the_start_with_its_cure(given, tables, cure) -> None:
     with pytest.raises(ConfigError, match=cure):
-        check(given, tables)
+        check(given, tables, pinning=True)
+
+
+def test_without_pins_there_is_no_reuse() -> None:
+    with pytest.raises(ConfigError, match="bind_gpu_block_pool"):
+        check(config(), PLAIN, pinning=False)
 
 
 @pytest.mark.parametrize(
@@ -210,10 +225,11 @@ def test_what_must_hold_is_said_at_the_start_with_its_cure(given, tables, cure) 
         config(caching=False),
         config(executor=None),
         config(executor="uni"),
+        config(cascade=True),
     ],
 )
 def test_what_holds_starts(given) -> None:
-    check(given, PLAIN)
+    check(given, PLAIN, pinning=True)
 
 
 # --- vLLM's own names -------------------------------------------------------------------------------------------------
