@@ -152,9 +152,9 @@ class Bidirectional:
 
     def loaded(self, output: Any) -> None:
         """Hear what vLLM's output says of loads that are over."""
-        if self._takes is not None and output.finished_recving:
-            failed = getattr(output, "invalid_block_ids", None) or set()
-            self._takes.loaded(output.finished_recving, failed, time.monotonic())
+        failed = getattr(output, "invalid_block_ids", None) or set()
+        if self._takes is not None and (output.finished_recving or failed):
+            self._takes.loaded(output.finished_recving or (), failed, time.monotonic())
 
     def finished(self, request: Any) -> bool:
         """Note that a request is over, and tell whether a load for it is open."""

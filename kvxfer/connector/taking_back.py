@@ -68,6 +68,7 @@ class _Reuse:
     opened: float = 0.0
     offered: int = 0
     put_off: bool = False
+    failed: bool = False  # on some rank
     blocks: set[int] = field(default_factory=set)
 
 
@@ -159,14 +160,16 @@ class TakingBack:
         return SinkOpen(one.handoff, request.request_id, ranks, start, end, blocks, one.heard, now, mode="pull")
 
     def loaded(self, request_ids: Sequence[str], failed: set[int], now: float) -> None:
-        """Note whose loads are over; ``failed`` are blocks that did not get their KV."""
+        """Note whose loads are over on all ranks; ``failed`` are blocks that did not get their KV on one."""
+        for load in self._loading.values():
+            load.failed = load.failed or not load.blocks.isdisjoint(failed)
         for request_id in request_ids:
             one = self._loading.pop(request_id, None)
             if one is None:
                 continue
             one.state = _State.OVER
             self._release(one, "read")
-            if failed and not one.blocks.isdisjoint(failed):
+            if one.failed:
                 self.counters["reuse_recomputed_tokens"] += one.tokens
                 continue
             self.counters["reuse_fetched_tokens"] += one.tokens
