@@ -103,6 +103,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Revoke the keys of this rank's memory before blocks return that a lost peer might still write into."""
     mover_timeout: float = 30.0
     """How long the mover may be busy with one round; then this process stops beating, and its peers think it lost."""
+    idle_wait: float = 1.0
+    """Longest sleep of an engine core whose requests all wait for their KV; 0 lets it step each millisecond, as vLLM does."""
     poll_interval: float = 0.0003
     """Between two looks at the fabric while something is under way."""
     record_capacity: int = 1024
@@ -235,6 +237,8 @@ def _ranges(settings: Settings) -> list[str]:
         found.append(
             f"decoder_kv_idle_ttl={settings.decoder_kv_idle_ttl:g} must be above {LEAST_IDLE:g}, or nothing is read in time"
         )
+    if not 0 <= settings.idle_wait <= 10:  # noqa: PLR2004 - so that NaN is caught, too
+        found.append(f"idle_wait={settings.idle_wait:g} must be from 0 (never sleep) to 10 seconds")
     if settings.record_capacity < 1:
         found.append(f"record_capacity={settings.record_capacity} must be at least 1")
     return found

@@ -15,9 +15,11 @@ import asyncio
 import json
 import time
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, final
 
 import aiohttp
+import msgspec
 
 from kvxfer.bench.engines import MODEL_NAME
 from kvxfer.errors import KvxferError
@@ -51,6 +53,10 @@ class Completion:
     tpot: float | None = None
     finish_reason: str | None = None
     kv_transfer_params: Mapping[str, Any] | None = None
+    started: float = 0.0
+    """When it was asked for, by ``time.perf_counter``."""
+    gaps: tuple[float, ...] = ()
+    """Seconds from each arrival of tokens to the next: inter-token latencies, as long as tokens come one by one."""
 
 
 @dataclass(slots=True)
@@ -60,8 +66,7 @@ class _Arrivals:
     started: float
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
-    first: float | None = None
-    last: float | None = None
+    times: list[float] = field(default_factory=list)
     finish_reason: str | None = None
 
     def add(self, choice: Mapping[str, Any], now: float) -> None:
@@ -71,20 +76,20 @@ class _Arrivals:
         self.finish_reason = choice.get("finish_reason") or self.finish_reason
         if token_ids := choice.get("token_ids"):
             self.token_ids += token_ids
-            self.first = now if self.first is None else self.first
-            self.last = now
+            self.times.append(now)
 
     def completion(self, now: float) -> Completion:
-        tpot = None
-        if self.first is not None and self.last is not None and len(self.token_ids) > 1:
-            tpot = (self.last - self.first) / (len(self.token_ids) - 1)
+        times = self.times
+        tpot = (times[-1] - times[0]) / (len(self.token_ids) - 1) if times and len(self.token_ids) > 1 else None
         return Completion(
             token_ids=tuple(self.token_ids),
             text=self.text,
             seconds=now - self.started,
-            ttft=None if self.first is None else self.first - self.started,
+            ttft=times[0] - self.started if times else None,
             tpot=tpot,
             finish_reason=self.finish_reason,
+            started=self.started,
+            gaps=tuple(later - sooner for sooner, later in pairwise(times)),
         )
 
 
@@ -137,10 +142,13 @@ class Client:
         return await self._send("/v1/chat/completions", body, stream=stream, extra=extra, headers=headers)
 
     async def metrics(self) -> str:
-        """The server's ``/metrics``."""
+        """The server's ``/metrics``. Raises RequestError when it cannot be had."""
         assert self._session is not None, "use the client in an async with block"
-        async with self._session.get(f"{self._url}/metrics") as response:
-            return await response.text()
+        try:
+            async with self._session.get(f"{self._url}/metrics") as response:
+                return await response.text()
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
+            raise RequestError(0, f"{self._url}/metrics: {type(error).__name__}: {error}") from error
 
     async def _send(
         self,
@@ -156,7 +164,10 @@ class Client:
         whole |= {"stream": stream, **(extra or {})}
         started = time.perf_counter()
         try:
-            async with self._session.post(f"{self._url}{path}", json=whole, headers=headers) as response:
+            # Part of the time that is kept, so quickly: a long prompt's token ids take Python's own encoder a millisecond.
+            data = msgspec.json.encode(whole)
+            content = {"Content-Type": "application/json", **(headers or {})}
+            async with self._session.post(f"{self._url}{path}", data=data, headers=content) as response:
                 if response.status != _OK:
                     raise RequestError(
                         response.status, f"{self._url}{path}: {response.status}: {await response.text()}"
@@ -172,6 +183,7 @@ class Client:
             token_ids=tuple(choice.get("token_ids") or ()),
             text=text or "",
             seconds=time.perf_counter() - started,
+            started=started,
             finish_reason=choice.get("finish_reason"),
             kv_transfer_params=answer.get("kv_transfer_params"),
         )

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvxfer.bench.page_command import report
+from kvxfer.bench.pd.command import pd
 from kvxfer.errors import ConfigError, KvxferError
 
 if TYPE_CHECKING:
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from kvxfer.bench.idle import Idle
 
 bench = typer.Typer(help="Measurements on this machine.", no_args_is_help=True)
+bench.command()(pd)
 
 _Json = Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")]
 _Logs = Annotated[Path | None, typer.Option(help="Directory of the engines' logs (a new one below /tmp).")]
@@ -38,7 +41,8 @@ def demo(
     """Show that push and pull give the tokens of one engine alone, and that a misplaced block does not."""
     from rich.console import Console
 
-    from kvxfer.bench.demo import Demo, write_json
+    from kvxfer.bench.demo import Demo
+    from kvxfer.bench.results import write
     from kvxfer.bench.turns import Turns
 
     console = Console()
@@ -48,7 +52,7 @@ def demo(
     except KvxferError as error:
         complaints = [str(error)]
     if json is not None:
-        write_json(json, run.report(complaints))
+        write(json, run.report(complaints))
     if complaints:
         console.print(f"[bold red]failed[/bold red], {len(complaints)} reason(s); logs are in {run.logs}:")
         for complaint in complaints:
@@ -73,8 +77,8 @@ def idle(
     python: _Python = sys.executable,
 ) -> None:
     """Measure the processor use of an idle engine with each connector, and without one."""
-    from kvxfer.bench.demo import write_json
     from kvxfer.bench.idle import run
+    from kvxfer.bench.results import write
 
     def say(one: Idle) -> None:
         parts = ", ".join(f"{name} {use:.1f}" for name, use in one.by_process.items() if use >= 0.05)  # noqa: PLR2004
@@ -83,7 +87,7 @@ def idle(
     with _failing_clearly():
         result = run(connectors.split(","), logs or _new_logs(), python, seconds=seconds, windows=windows, say=say)
         if json is not None:
-            write_json(json, result)
+            write(json, result)
 
 
 @bench.command()
@@ -107,7 +111,7 @@ def engine(
 
     from kvxfer.bench.cost import Settings, run
     from kvxfer.bench.cost_table import show
-    from kvxfer.bench.demo import write_json
+    from kvxfer.bench.results import write
 
     names = [name for name in f"{connectors},{against}".split(",") if name]
     with _failing_clearly():
@@ -118,7 +122,7 @@ def engine(
 
         def keep(result: dict[str, Any]) -> None:
             if json is not None:
-                write_json(json, result)
+                write(json, result)
 
         result = run(names, logs or _new_logs(), python, settings, say=typer.echo, keep=keep)
     show(Console(), result)
@@ -138,7 +142,7 @@ def stream(
     """Measure what push moves before a prompt is computed, and how soon the rest; fails where a bound does not hold."""
     from rich.console import Console
 
-    from kvxfer.bench.demo import write_json
+    from kvxfer.bench.results import write
     from kvxfer.bench.stream import Settings, run
     from kvxfer.bench.stream_report import show
 
@@ -147,7 +151,7 @@ def stream(
         settings = Settings(repeats=repeats, prompt=prompt, budget=budget)
         result = run(names, logs or _new_logs(), python, settings, say=typer.echo)
         if json is not None:
-            write_json(json, result)
+            write(json, result)
     show(Console(), result)
     if not all(bound["holds"] for bound in result["bounds"]):
         raise typer.Exit(1)
@@ -161,8 +165,8 @@ def latency(
     backend: Annotated[str, typer.Option(help="NIXL backend.")] = "LIBFABRIC",
 ) -> None:
     """Measure how soon a registration at an idle source is acted on, and how soon a completion is seen."""
-    from kvxfer.bench.demo import write_json
     from kvxfer.bench.latency import run
+    from kvxfer.bench.results import write
 
     with _failing_clearly():
         result = run(repeats, backend)
@@ -174,7 +178,7 @@ def latency(
     ):
         typer.echo(f"{text:<56} median {result[name]['median']:7.3f} ms   p90 {result[name]['p90']:7.3f} ms")
     if json is not None:
-        write_json(json, result)
+        write(json, result)
 
 
 @bench.command()
@@ -186,7 +190,7 @@ def model(
     python: _Python = sys.executable,
 ) -> None:
     """Measure how many one-token changes of a prompt change the bench model's answer."""
-    from kvxfer.bench.demo import write_json
+    from kvxfer.bench.results import write
     from kvxfer.bench.sensitivity import run
 
     with _failing_clearly():
@@ -194,7 +198,7 @@ def model(
     for row in rows:
         typer.echo("  ".join(f"{name} {value}" for name, value in row.items()))
     if json is not None:
-        write_json(json, {"sensitivity": rows})
+        write(json, {"sensitivity": rows})
 
 
 @bench.command()
@@ -208,9 +212,9 @@ def plan(
 
     results = run()
     if file is not None:
-        from kvxfer.bench.demo import write_json
+        from kvxfer.bench.results import write
 
-        write_json(file, {"plan": results})
+        write(file, {"plan": results})
     elif json:
         typer.echo(dumps({"plan": results}, indent=2))
         return
@@ -222,8 +226,9 @@ def plan(
 
 
 def register(app: typer.Typer) -> None:
-    """Add ``demo`` and ``bench`` to the command line."""
+    """Add ``demo``, ``bench`` and ``report`` to the command line."""
     app.command()(demo)
+    app.command()(report)
     app.add_typer(bench, name="bench")
 
 

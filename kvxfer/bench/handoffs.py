@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, final
 
 from kvxfer.bench.client import Client
+from kvxfer.bench.engines import MODEL_NAME
 from kvxfer.errors import KvxferError
 
 if TYPE_CHECKING:
@@ -37,10 +38,13 @@ class Handoff:
 class Pair:
     """Both engines of a pair and a client of each; use it in an ``async with`` block."""
 
-    def __init__(self, mode: Mode, prefill: Engine, decode: Engine) -> None:
+    def __init__(
+        self, mode: Mode, prefill: Engine, decode: Engine, *, timeout: float = TIMEOUT, model: str = MODEL_NAME
+    ) -> None:
         self.mode = mode
         self.prefill, self.decode = prefill, decode
-        self.to_prefill, self.to_decode = Client(prefill.url, timeout=TIMEOUT), Client(decode.url, timeout=TIMEOUT)
+        self.to_prefill = Client(prefill.url, timeout=timeout, model=model)
+        self.to_decode = Client(decode.url, timeout=timeout, model=model)
 
     async def __aenter__(self) -> Pair:
         await self.to_prefill.__aenter__()
@@ -51,9 +55,11 @@ class Pair:
         await self.to_decode.__aexit__(*exc)
         await self.to_prefill.__aexit__(*exc)
 
-    async def hand_over(self, prompt: Sequence[int], tokens: int, *, follow: bool = False) -> Handoff:
-        """Prefill a prompt on one engine and decode ``tokens`` tokens on the other."""
-        name = uuid.uuid4().hex
+    async def hand_over(
+        self, prompt: Sequence[int], tokens: int, *, follow: bool = False, name: str | None = None
+    ) -> Handoff:
+        """Prefill a prompt on one engine and decode ``tokens`` tokens on the other; ``name`` becomes the handoff's id."""
+        name = name or uuid.uuid4().hex
         first = self._prefill_leg(name, prompt)
         if self.mode == "push" and not follow:
             second = self._decode_leg(name, prompt, tokens, push_params(name, self.prefill))

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvxfer.bench.client import Client
 from kvxfer.bench.engines import CONNECTORS, UPSTREAM, UPSTREAM_PREFIX, EngineSpec, make_engine, named_connector
-from kvxfer.bench.machine import machine, versions
 from kvxfer.bench.model import build, prompt_tokens
 from kvxfer.bench.process import cpu_seconds, running
+from kvxfer.bench.results import report
 from kvxfer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -103,8 +103,11 @@ def run(
             found.append(measure(engine, settle=settle, window=seconds / windows, windows=windows))
         say(found[-1])
     base = next((one.percent for one in found if one.connector == NONE), None)
-    return {
-        "idle": {
+    return report(
+        "idle",
+        {"seconds": seconds, "windows": windows, "settle": settle},
+        python,
+        idle={
             one.connector: {
                 "percent_of_core": one.percent,
                 "over_none": None if base is None else one.percent - base,
@@ -113,10 +116,7 @@ def run(
             }
             for one in found
         },
-        "settings": {"seconds": seconds, "windows": windows, "settle": settle},
-        "versions": versions(python),
-        "machine": machine(),
-    }
+    )
 
 
 async def _one_request(engine: Engine) -> None:

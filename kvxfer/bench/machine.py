@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import platform
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from kvxfer.errors import ConfigError
 
@@ -22,6 +24,7 @@ _ASK = (
 )
 
 
+@functools.cache
 def versions(python: str = sys.executable) -> dict[str, str]:
     """Versions of Python and of the packages that matter, in the environment of ``python``. ConfigError when it is none."""
     try:
@@ -34,15 +37,28 @@ def versions(python: str = sys.executable) -> dict[str, str]:
     return found
 
 
-def machine() -> dict[str, str | int | float]:
-    """Processor, cores this process may use, memory in bytes, kernel."""
-    return {
+@functools.cache
+def machine() -> dict[str, Any]:
+    """Processor, cores this process may use, memory in bytes, kernel, and NVIDIA's accelerators where there are any."""
+    found: dict[str, Any] = {
         "cpu": _field("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "kernel": platform.release(),
         "arch": platform.machine(),
     }
+    if accelerators := _accelerators():
+        found["accelerators"] = accelerators
+    return found
+
+
+def _accelerators() -> list[str]:
+    ask = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(ask, capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return done.stdout.splitlines()
 
 
 def _field(path: str, name: str) -> str | None:

@@ -129,20 +129,20 @@ def default_cache() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "kvxfer" / "models"
 
 
-def build(recipe: Recipe | None = None, cache: Path | None = None) -> Path:
-    """Build the model unless it is there already, and return its directory.
+def build(recipe: Recipe | None = None, cache: Path | None = None, *, weights: bool = True) -> Path:
+    """Build the model unless it is there already, and return its directory; ``weights`` False leaves its weights out.
 
     Built in a temporary directory beside the target and renamed, so that any number of processes may do so at once.
     """
     recipe = recipe or Recipe()
     cache = cache or default_cache()
-    target = cache / f"{recipe.name}-{recipe.digest}"
+    target = cache / f"{recipe.name}-{recipe.digest}{'' if weights else '-bare'}"
     if target.is_dir():
         return target
     cache.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=cache))
     try:
-        _write(recipe, scratch)
+        _write(recipe, scratch, weights=weights)
         scratch.chmod(0o755)
         try:
             scratch.rename(target)
@@ -163,11 +163,12 @@ def prompt_tokens(length: int, seed: int, recipe: Recipe | None = None) -> list[
     return [len(SPECIAL_TOKENS) + int(raw) % span for raw in np.atleast_1d(generator.random_raw(length))]
 
 
-def _write(recipe: Recipe, directory: Path) -> None:
-    from safetensors.numpy import save_file
-
+def _write(recipe: Recipe, directory: Path, *, weights: bool) -> None:
     _write_tokenizer(recipe, directory)
-    save_file(dict(recipe.weights()), directory / "model.safetensors", metadata={"format": "pt"})
+    if weights:
+        from safetensors.numpy import save_file
+
+        save_file(dict(recipe.weights()), directory / "model.safetensors", metadata={"format": "pt"})
     _write_json(directory / "config.json", recipe.config())
     _write_json(directory / "generation_config.json", {"bos_token_id": 0, "eos_token_id": [0, 2], "do_sample": False})
 

@@ -116,6 +116,11 @@ class Server:
         self.ask_to_stop()
         self._join(self.grace_seconds + 15.0)
 
+    def renew(self) -> None:
+        """Make a server that has ended startable again."""
+        assert not self.running(), f"{self.name} still runs"
+        self._process = None
+
     def kill(self) -> None:
         """SIGKILL to the whole tree at once, as a power failure would."""
         if self._process is None or self._process.stdin is None or self._process.stdin.closed:

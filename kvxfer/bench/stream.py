@@ -23,12 +23,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvxfer.bench import stream_moments
-from kvxfer.bench.client import Client
 from kvxfer.bench.engines import UPSTREAM_PREFIX, make_engine, named_connector, named_pair
 from kvxfer.bench.handoffs import Pair
-from kvxfer.bench.machine import machine, versions
 from kvxfer.bench.model import build, prompt_tokens
 from kvxfer.bench.process import free_ports, running
+from kvxfer.bench.results import report
 from kvxfer.bench.stream_report import Sample, as_json, line, summary, verdicts
 from kvxfer.errors import KvxferError
 from kvxfer.transport.query import fetch_records
@@ -172,13 +171,8 @@ def run(
         }
         for name, one in all_findings.items()
     }
-    return {
-        "connectors": found,
-        "bounds": as_json(verdicts(found, prompts=len(first))),
-        "settings": dataclasses.asdict(settings),
-        "versions": versions(python),
-        "machine": machine(),
-    }
+    bounds = as_json(verdicts(found, prompts=len(first)))
+    return report("stream", dataclasses.asdict(settings), python, connectors=found, bounds=bounds)
 
 
 def _live(
@@ -195,9 +189,7 @@ def _live(
     )
 
     async def measure() -> None:
-        pair = Pair("push", first, second)
-        pair.to_prefill, pair.to_decode = (Client(engine.url, timeout=_PATIENCE) for engine in (first, second))
-        async with pair:
+        async with Pair("push", first, second, timeout=_PATIENCE) as pair:
             recorded = not connector.startswith(UPSTREAM_PREFIX)
             await Measurement(pair, moments, settings, recorded=recorded).execute(findings)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
+import queue
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -440,3 +441,27 @@ def drop_params(request: Any) -> None:
     if extra and "kv_transfer_params" in extra:
         sampling = request.sampling_params = copy.copy(sampling)  # the caller's own, where the engine is in its process
         sampling.extra_args = {key: value for key, value in extra.items() if key != "kv_transfer_params"}
+
+
+def engine_inbox(vllm_config: Any) -> queue.Queue[Any] | None:
+    """Return the queue through which everything reaches the engine core that is making us; None where it may not wait at it.
+
+    vLLM hands it to nobody (0.24 to 0.32: ``EngineCoreProc.input_queue``, made before the scheduler). An engine core that runs in
+    its client's process has none. Where other parts want steps for themselves none is returned: several connectors in one,
+    a connector for encoder outputs, ranks of a data-parallel engine that step together.
+    """
+    alone = vllm_config.parallel_config.data_parallel_size == 1 and not getattr(vllm_config, "ec_transfer_config", None)
+    frame = sys._getframe(1) if alone else None  # noqa: SLF001 - see above
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if hasattr(caller, "_connectors"):
+            return None
+        if isinstance(inbox := getattr(caller, "input_queue", None), queue.Queue):
+            return inbox
+        frame = frame.f_back
+    return None
+
+
+def batches_in_flight(vllm_config: Any) -> int:
+    """Return how many batches an engine core may have launched and not taken the results of: no less than it really may."""
+    return max(2, int(vllm_config.parallel_config.pipeline_parallel_size))

@@ -76,7 +76,7 @@ class KvxferConnector(KVConnectorBase_V1, *compat.supports_hybrids()):  # type: 
         """See SchedulerHalf."""
         self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
+    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata | tuple[()]:
         """See SchedulerHalf.build_step."""
         step = self._scheduler.build_step(scheduler_output)
         return NOTHING if step is None else StepMetadata(step)
@@ -140,7 +140,7 @@ class KvxferConnector(KVConnectorBase_V1, *compat.supports_hybrids()):  # type: 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         """Begin a step: comes before the forward in every version and runner."""
         self._connector_metadata = connector_metadata
-        if connector_metadata is not NOTHING:
+        if connector_metadata:
             self._worker.begin_step(connector_metadata.step)
 
     def has_connector_metadata(self) -> bool:

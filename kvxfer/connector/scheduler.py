@@ -21,6 +21,7 @@ from kvxfer.connector import compat, private
 from kvxfer.connector.announce import Announcer
 from kvxfer.connector.bidirectional import Bidirectional
 from kvxfer.connector.growing import Growing
+from kvxfer.connector.idling import Idling
 from kvxfer.connector.metadata import RankNews
 from kvxfer.connector.params import ParamsError, PlainParams, SinkParams, SourceParams, parse
 from kvxfer.connector.pins import Pins
@@ -104,6 +105,7 @@ class SchedulerHalf:
         self._sinks: dict[str, _Sink] = {}
         self._failed: set[str] = set()  # loads that have failed on a rank, and are not over on all of them
         self._fail_load: Callable[[str], None] | None = None
+        self._idling = Idling(vllm_config, settings.idle_wait)
         port = settings.control_port + compat.data_parallel_index(vllm_config)
         self.control = ControlChannel(
             me,
@@ -154,6 +156,7 @@ class SchedulerHalf:
     def on_new_request(self, request: Any) -> None:
         """Take note of a request that takes part in a handoff."""
         request_id = request.request_id
+        self._idling.came(request_id)
         compat.drop_params(request)
         now, params = time.monotonic(), None
         try:
@@ -216,6 +219,7 @@ class SchedulerHalf:
         if sink is None and self._reuse is not None:
             opened = self._reuse.allocated(request, blocks.get_block_ids(), num_external_tokens)
             if opened is not None:
+                self._idling.waits(request.request_id)
                 self._step().opened.append(opened)
             return
         if sink is None or sink.state is not _SinkState.NEW:
@@ -230,6 +234,7 @@ class SchedulerHalf:
         sink.state = _SinkState.OPEN
         if self._reuse is not None:
             self._reuse.holds(request.request_id)
+        self._idling.waits(request.request_id)
         self._announcer.settle(handoff, request.request_id)
         self._step().opened.append(
             SinkOpen(
@@ -257,12 +262,15 @@ class SchedulerHalf:
         if self._reuse is not None and (held := self._reuse.step(output)):
             self._step().held.extend(held)
         step, self._noted = self._noted, None
+        if step is None:
+            self._idling.rest(output)
         return step
 
     def _step(self) -> Step:
         """Return what the next step changes, to add something to it."""
         if self._noted is None:
-            self._noted = Step()
+            self._noted = Step(bell=self._idling.untold)
+            self._idling.untold = ""
         return self._noted
 
     def _note_sources(self, output: Any) -> None:
@@ -310,6 +318,7 @@ class SchedulerHalf:
         loading = self._reuse is not None and self._reuse.finished(request)
         if loading:
             self._step().cancelled.append(SinkCancel(request_id, f"prefill gave up: {request.status.name}"))
+        self._idling.went(request_id)
         sink = self._sinks.pop(request_id, None)
         if sink is not None:
             if sink.state is _SinkState.NEW:
@@ -359,6 +368,7 @@ class SchedulerHalf:
                 self._pins.quiet(news.quiet)
             self._failed |= news.failed
         for request_id in output.finished_recving or ():
+            self._idling.may_go_on(request_id)
             sink = self._sinks.get(request_id)
             if sink is not None:
                 sink.state = _SinkState.DONE
@@ -410,6 +420,7 @@ class SchedulerHalf:
 
     def shutdown(self) -> None:
         """Close the control channel."""
+        self._idling.close()
         self.control.stop()
 
     def on_message(self, frm: RankId, message: messages.AnyMessage) -> None:

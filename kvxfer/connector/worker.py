@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvxfer.addresses import bare
 from kvxfer.connector import block_major, compat
+from kvxfer.connector.idling import Ringer
 from kvxfer.errors import ConfigError, RailsError
 from kvxfer.layout.card import RankCard
 from kvxfer.layout.maps import spell
@@ -178,6 +179,8 @@ class WorkerHalf:
             self._opened[opened.request_id] = opened.blocks
         # A request that has been reported meanwhile is not open any more: the abort crossed the report.
         self._cancelled.update(cancel.request_id for cancel in step.cancelled if cancel.request_id in self._opened)
+        if step.bell:
+            self._threads.mover.results.on_new = Ringer(step.bell, self.me.rank).ring
         for address in step.introduced:
             self._threads.control.keep(address, lasting=False)
         self._threads.mover.post(cmd.StepBegin(step, self._platform.fence()))

@@ -127,6 +127,7 @@ class Step:
 
     ``introduced``: engines to stay connected with from now on.
     ``tokens``: preempted request → under what its blocks are kept for writes that still read them, see SourceQuiet.
+    ``bell``: in the first of all, what to ring when there are results (``connector/idling.py``).
     """
 
     preempted: list[str] = field(default_factory=list)
@@ -138,6 +139,8 @@ class Step:
     cancelled: list[SinkCancel] = field(default_factory=list)
     introduced: list[EngineAddress] = field(default_factory=list)
     held: list[SourceHeld] = field(default_factory=list)
+
+    bell: str = ""
 
     @property
     def computing(self) -> bool:

@@ -19,7 +19,6 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from kvxfer.errors import LocalProtocolError, RemoteProtocolError, TransportError
@@ -47,6 +46,7 @@ from kvxfer.transport.reach import NotNowError
 from kvxfer.transport.recorder import Recorder
 from kvxfer.transport.records import RecordBook
 from kvxfer.transport.refusals import Refusals
+from kvxfer.transport.results import Results
 from kvxfer.transport.staging import Staging, Wanted
 from kvxfer.transport.steps import Steps
 from kvxfer.transport.threads import Round, run_on
@@ -109,8 +109,7 @@ class Mover(threading.Thread):
         )
         self.records = RecordBook(settings.records)
         self._recorder = Recorder(self.records, rank.rank, settings.mode, card.cache)
-        self.results: deque[SourceFinished | SinkFinished | SourceQuiet] = deque()
-        """What the engine is owed, oldest first; the engine thread pops from the left."""
+        self.results = Results()
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.transfers = Transfers(rank, card, make_agent, clock)
         self._approaches = Approaches(rank, self.transfers, send, self.counters, eager=settings.eager)
@@ -307,7 +306,8 @@ class Mover(threading.Thread):
         for opened in step.opened:
             if self.sink.state(opened.handoff) is not None:
                 # Two requests claim one handoff. The second is refused, and nothing of the first is touched.
-                self.results.extend(self._opening(opened, now))  # type: ignore[arg-type]  # SinkFinished only
+                for refused in self._opening(opened, now):
+                    self.results.put(refused)  # type: ignore[arg-type]  # SinkFinished only
                 continue
             self._recorder.opened(opened, self.transfers.backend)
             self._run(self._opening(opened, now))
@@ -467,7 +467,7 @@ class Mover(threading.Thread):
                     if not self._staging.received(action):
                         self._finish(action)
                 case SourceQuiet():
-                    self.results.append(action)
+                    self.results.put(action)
                 case Revoke(reason):
                     logger.warning("%s revokes the keys of its memory: %s", self.rank, reason)
                     self._revoking = now if self._revoking is None else self._revoking
@@ -477,7 +477,7 @@ class Mover(threading.Thread):
     def _finish(self, action: SourceFinished | SinkFinished) -> None:
         self._openings.closed(action.handoff)
         self._recorder.ended(action, self._clock())  # first: whoever sees the engine's answer may look at the record
-        self.results.append(action)
+        self.results.put(action)
 
     def _post_transfer(self, action: PostWrite | PostRead) -> None:
         now = self._clock()

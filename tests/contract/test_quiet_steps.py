@@ -1,10 +1,8 @@
-"""What a step carries between the halves: one constant object, pickled by name, in every step that changes nothing."""
+"""What a step carries between the halves: next to nothing in every step that changes nothing."""
 
 from __future__ import annotations
 
 import pickle
-import subprocess
-import sys
 
 import pytest
 
@@ -18,24 +16,18 @@ from tests.contract.test_hooks import check, decode_leg, engines, prefill_leg, p
 pytestmark = pytest.mark.contract
 
 
-def test_nothing_is_itself_wherever_it_is_read():
-    packed = pickle.dumps({"output": [NOTHING]}, pickle.HIGHEST_PROTOCOL)
-    assert pickle.loads(packed)["output"][0] is NOTHING
-    script = (
-        "import sys, pickle\n"
-        "metadata = pickle.loads(sys.stdin.buffer.read())['output'][0]\n"
-        "from kvxfer.connector.metadata import NOTHING\n"
-        "assert metadata is NOTHING, metadata\n"
-    )
-    subprocess.run([sys.executable, "-c", script], input=packed, check=True)
+def test_nothing_takes_no_more_than_a_byte_and_is_not_none():
+    alone, beside = (len(pickle.dumps({"output": one}, pickle.HIGHEST_PROTOCOL)) for one in ([NOTHING], [None]))
+    assert alone == beside
+    assert NOTHING is not None, "vLLM asserts it (0.24 to 0.32, both runners)"
+    assert not pickle.loads(pickle.dumps(NOTHING, pickle.HIGHEST_PROTOCOL)), "by that the workers know it"
 
 
 def test_a_step_that_changes_something_arrives_whole():
     step = Step(cancelled=[SinkCancel("d", "gave up")])
     read = pickle.loads(pickle.dumps(StepMetadata(step)))
-    assert read is not NOTHING
+    assert read, "what is false changes nothing"
     assert read.step == step
-    assert pickle.loads(pickle.dumps(StepMetadata(Step()))) is not NOTHING, "only the one object is read as it"
 
 
 @pytest.mark.parametrize("mode", ["push", "pull"])
@@ -58,10 +50,9 @@ def test_steps_in_which_nothing_is_new_carry_nothing(engines, mode) -> None:  # 
     p.add("p", tokens, prefill_leg("t"))
     run(p, d)
     check(p, d)
-    told = {name: [one.step for one in steps if one is not NOTHING] for name, steps in said.items()}
+    told = {name: [one.step for one in steps if one] for name, steps in said.items()}
     assert len(said["d"]) > 130
     assert len(told["d"]) == 1, (
         "one step says that blocks were allocated; none of those that wait or decode says anything"
     )
     assert len(told["p"]) <= 4, "one for each chunk, and one for the end"
-    assert not NOTHING.step, "nobody has written into it"

@@ -48,6 +48,7 @@ def test_every_setting_reaches_its_place() -> None:
         "staging_bytes": 1 << 20,
         "revoke": False,
         "mover_timeout": 15.0,
+        "idle_wait": 0.2,
         "poll_interval": 0.001,
         "record_capacity": 5,
         "bidirectional_kv_xfer": True,

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("aiohttp")
 from rich.console import Console
 
-from kvxfer.bench import cost
+from kvxfer.bench import cost, results
 from kvxfer.bench.calls import METADATA, STEP, Reading, Tally
 from kvxfer.bench.client import Completion
 from kvxfer.bench.cost import Findings, Measurement, Settings, specs_for
@@ -320,7 +320,7 @@ def lives(monkeypatch):
     made = Lives()
     monkeypatch.setattr(cost, "_live", made)
     monkeypatch.setattr(cost, "build", lambda _recipe: MODEL)
-    monkeypatch.setattr(cost, "versions", lambda _python: {})
+    monkeypatch.setattr(results, "versions", lambda _python: {})
     return made
 
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 pytest.importorskip("aiohttp")
 
-from kvxfer.bench import command, demo, marks, verdict
+from kvxfer.bench import command, demo, marks, results, verdict
 from kvxfer.bench.client import Completion
 from kvxfer.bench.counts import Moved
 from kvxfer.bench.demo import Demo, _Progress
@@ -41,7 +41,7 @@ def test_the_report_has_what_readers_look_for_and_is_json(tmp_path):
     one = new_demo(tmp_path)
     one.outcome.rows = {"push": [row(), row(answer=(9,), bytes_moved=11)], "pull": [row(backends=("UCX",)), row()]}
     one.outcome.sensitivity = verdict.Sensitivity((1,), (1,), (2,), (3,), (3,))
-    demo.write_json(tmp_path / "deep" / "out.json", one.report(["no"]))
+    results.write(tmp_path / "deep" / "out.json", one.report(["no"]))
     report = json.loads((tmp_path / "deep" / "out.json").read_text())
     push, pull = report["modes"]["push"], report["modes"]["pull"]
     assert (push["requests"], push["identical"], push["bytes"], push["expected_bytes"]) == (2, 1, 21, 20)

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("aiohttp")
 from rich.console import Console
 
-from kvxfer.bench import stream, stream_moments
+from kvxfer.bench import results, stream, stream_moments
 from kvxfer.bench.engines import kv_transfer_config
 from kvxfer.bench.stream import specs_for
 from kvxfer.bench.stream_moments import COMPUTED, RECEIVED, Moments, Timed
@@ -185,7 +185,7 @@ def test_a_pair_that_fails_goes_on_anew_with_what_is_left(tmp_path, monkeypatch)
 
     monkeypatch.setattr(stream, "_live", live)
     monkeypatch.setattr(stream, "build", lambda: Path("model"))
-    monkeypatch.setattr(stream, "versions", lambda _python: {})
+    monkeypatch.setattr(results, "versions", lambda _python: {})
     said: list[str] = []
     settings = stream.Settings(repeats=5)
     result = stream.run(["push", "upstream-push"], tmp_path, "python", settings, say=said.append)

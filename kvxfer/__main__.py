@@ -1,0 +1,5 @@
+"""``python -m kvxfer`` is the ``kvxfer`` command."""
+
+from kvxfer.cli import main
+
+main()

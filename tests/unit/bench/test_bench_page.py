@@ -1,0 +1,204 @@
+"""The page of ``kvxfer report``: its numbers are the files', it needs nothing from elsewhere, and nothing in a file can break it."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from xml.etree import ElementTree as ET
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+pytest.importorskip("aiohttp")
+
+from kvxfer.bench import charts, command, results
+from kvxfer.bench.page import METRICS, Source, merged, page, value_of
+
+app = typer.Typer()
+command.register(app)
+
+EVIL = '<script>alert("x")</script>&amp;'
+VOID = {"meta", "link", "br"}
+
+
+class Reader(HTMLParser):
+    """Collects cells by row, text, and what the page would fetch; holds that every tag is closed where it must be."""
+
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.rows: dict[tuple[str, str], dict[str, float]] = {}
+        self.row: tuple[str, str] | None = None
+        self.fetched: list[str] = []
+        self.tags: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag, attrs) -> None:
+        told = dict(attrs)
+        self.tags.append(tag)
+        if tag not in VOID:
+            self.open.append(tag)
+        self.fetched += [told[name] for name in ("src", "href") if name in told and not told[name].startswith("data:")]
+        if tag == "tr":
+            self.row = (told["data-point"], told["data-arm"]) if "data-point" in told else None
+        if tag == "td" and self.row and told.get("data-where"):
+            self.rows.setdefault(self.row, {})[told["data-where"]] = float(told["data-value"])
+
+    def handle_startendtag(self, tag, _attrs) -> None:
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag) -> None:
+        assert self.open.pop() == tag, tag
+
+    def handle_data(self, data) -> None:
+        self.text += data
+
+
+def arm(ttft: float, **more):
+    return {
+        "requests": 4, "failed": 0, "prefix_hits": 0, "errors": [], "handoffs": None,
+        "ttft_ms": results.spread([ttft, ttft + 1, ttft + 2, ttft + 3]), "tpot_ms": results.spread([5.0]),
+        "itl_ms": results.spread([5.0, 6.0]),
+        "stages_ms": {"median": {"to prefill": 1.0, "moving": ttft - 1}, "p99": {"moving": ttft + 3}}, **more,
+    }  # fmt: skip
+
+
+def point(name, arms, *, qps=None):
+    return {"name": name, "input": 1000, "output": 16, "qps": qps, "trace": "uniform", "requests": 4, "arms": arms}
+
+
+def pd(**more):
+    head = {"schema": "kvxfer-bench", "version": 1, "kind": "pd", "made": "2026-01-01T00:00:00+00:00"}
+    head |= {"versions": {"vllm": "0.0"}, "machine": {"cpu": "a", "cores": 2, "accelerators": ["gpu"]}}
+    fence = {"fence_to_report_ms": results.spread([7.5])}
+    return head | {
+        "settings": {"prefix_caching": False, "model": "qwen3-8b"}, "complaints": [], "skipped": [], "verified": None,
+        "points": [
+            point("1000", {"alone": arm(30.0), "push": arm(40.0, exposed_ms={"of_medians": 10.25}, handoffs=fence)}),
+            point("1000@8", {"push": arm(50.0), "pull": arm(60.0)}, qps=8.0),
+            point("1000@4", {"push": arm(45.0), "pull": arm(55.0)}, qps=4.0),
+        ],
+    } | more  # fmt: skip
+
+
+def turns(leg, first):
+    return {
+        **pd(), "kind": "multiturn", "settings": {"leg": leg, "prefix_caching": False},
+        "turns": [
+            {"turn": t, "prompt_tokens": results.spread([1000.0 * (t + 1)]), "ttft_ms": results.spread([first + t]),
+             "tokens_computed": 1000, "tokens_taken_back": 1000 * t if leg == "on" else 0,
+             "prefill_ms": {"computing": first, "KV transfer": float(t)}}
+            for t in range(3)
+        ],
+    } | {"points": []}  # fmt: skip
+
+
+def read(text: str) -> Reader:
+    reader = Reader()
+    reader.feed(text)
+    assert reader.open == []
+    return reader
+
+
+def test_every_number_is_the_files() -> None:
+    found = pd()
+    reader = read(page([Source("one", found)]))
+    expected = {}
+    for one in found["points"]:
+        for label, told in one["arms"].items():
+            numbers = {f"{path}.{key}": value_of(told, path, key) for _, path, key, _ in METRICS}
+            expected[one["name"], label] = {where: value for where, value in numbers.items() if value is not None}
+    assert reader.rows == expected
+    assert reader.rows["1000", "push"]["exposed_ms.of_medians"] == 10.25
+
+
+def test_it_needs_nothing_from_elsewhere_and_says_what_it_does_not_show() -> None:
+    text = page([Source("one", pd())])
+    reader = read(text)
+    assert reader.fetched == []
+    assert "script" not in reader.tags
+    assert not re.search(r"@import|url\(|https?://(?!www\.w3\.org/2000/svg)", text)
+    for said in (
+        "What this page does not show",
+        "Prefix caching was off.",
+        "dummies",
+        "One prefill and one decode engine",
+    ):
+        assert said in reader.text
+
+
+def test_nothing_in_a_file_becomes_markup() -> None:
+    found = pd(complaints=[EVIL], skipped=[EVIL])
+    found["points"][0]["arms"][EVIL] = arm(1.0)
+    found["machine"]["cpu"] = EVIL
+    reader = read(page([Source(EVIL, found)], EVIL))
+    assert "script" not in reader.tags
+    assert ("1000", EVIL) in reader.rows
+    assert reader.text.count(EVIL) > 5
+
+
+def test_arms_of_several_files_stand_beside_each_other() -> None:
+    other = pd()
+    del other["points"][0]["arms"]["alone"]
+    points = merged([Source("one", pd()), Source("two", other)])
+    assert list(points) == ["1000", "1000@4", "1000@8"], "without a load first, then by rate"
+    assert list(points["1000"]) == ["alone", "push (one)", "push (two)"]
+
+
+def test_every_chart_is_well_formed_and_shows_what_it_says() -> None:
+    text = page([Source("one", pd()), Source("off", turns("off", 9.0)), Source("on", turns("on", 4.0))])
+    drawn = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
+    assert len(drawn) == 2 + 2 + 3 + 2, "unloaded, over the rate, a waterfall a point, conversations"
+    for one in drawn:
+        ET.fromstring(one)
+    reader = read(text)
+    for said in (
+        "requests a second",
+        "What the first token waited for",
+        "Conversations: reuse off and on",
+        "KV transfer",
+    ):
+        assert said in reader.text
+
+
+def test_a_stacked_bar_is_as_long_as_its_parts() -> None:
+    drawn = charts.stacked("t", "ms", {"a": {"x": 10.0, "y": 30.0}, "b": {"x": 20.0}})
+    svg = ET.fromstring(drawn[: drawn.index("</svg>") + 6])
+    bars = [(float(r.get("x")), float(r.get("width"))) for r in svg.iter("{http://www.w3.org/2000/svg}rect")]
+    (x0, w0), (x1, w1), (x2, w2) = bars
+    assert x0 == x2
+    assert x1 == pytest.approx(x0 + w0, abs=0.1)
+    assert w1 == pytest.approx(3 * w0, abs=0.2)
+    assert w2 == pytest.approx(2 * w0, abs=0.2)
+
+
+def test_lines_go_up_with_their_values() -> None:
+    drawn = charts.lines("t", "x", "y", {"a": [(2.0, 50.0), (1.0, 0.0)]})
+    svg = ET.fromstring(drawn[: drawn.index("</svg>") + 6])
+    (line,) = svg.iter("{http://www.w3.org/2000/svg}polyline")
+    (x0, y0), (x1, y1) = (tuple(map(float, place.split(","))) for place in line.get("points").split())
+    assert x0 < x1
+    assert y0 > y1
+    assert charts.lines("t", "x", "y", {}) == ""
+    assert charts.stacked("t", "ms", {}) == ""
+
+
+@pytest.mark.parametrize(("value", "expected"), [(0, 1), (1, 1), (1.1, 2), (21, 25), (99, 100), (100, 100), (0.3, 0.4)])
+def test_axes_end_at_round_numbers(value, expected) -> None:
+    assert charts.nice(value) == pytest.approx(expected)
+
+
+def test_the_command(tmp_path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.json").write_text(json.dumps(pd()))
+    (tmp_path / "in" / "raw.json").write_text("{}")
+    out = tmp_path / "deep" / "report.html"
+    done = CliRunner().invoke(app, ["report", str(tmp_path / "in"), "-o", str(out)])
+    assert done.exit_code == 0, done.output
+    assert "passed over" in done.output
+    assert ("1000", "push") in read(out.read_text()).rows
+    for arguments in (["report", str(tmp_path / "in" / "raw.json")], ["report", str(tmp_path / "deep")]):
+        done = CliRunner().invoke(app, arguments)
+        assert done.exit_code == 1
