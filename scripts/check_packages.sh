@@ -32,6 +32,7 @@ done
 ((${#pythons[@]})) || pythons=(python3)
 work=$(mktemp -d)
 trap 'rm -rf -- "$work"' EXIT
+unset PYTHONPATH  # nothing of a checkout
 say() { printf 'check_packages: %s\n' "$*"; }
 
 build() { # of what is committed, in a folder of its own
@@ -98,7 +99,6 @@ if ((demo)); then
     "$work/local/bin/python" -m pip --python "$work/local/bin/python" install --quiet --no-deps "$wheel"
     (
         cd "$work"
-        unset PYTHONPATH
         "$work/local/bin/python" -c 'import kvxfer; assert "site-packages" in kvxfer.__file__, kvxfer.__file__'
         "$work/local/bin/python" -m kvxfer doctor
         "$work/local/bin/python" -m kvxfer demo

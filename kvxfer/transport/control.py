@@ -79,15 +79,15 @@ class ControlChannel(threading.Thread):
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wake_lock = threading.Lock()
         self._cpus = cpus
-        self._context = zmq.Context()
+        self._zmq = zmq.Context()
         for cpu in cpus or ():
-            self._context.set(zmq.THREAD_AFFINITY_CPU_ADD, cpu)  # its I/O thread would be born pinned as well
+            self._zmq.set(zmq.THREAD_AFFINITY_CPU_ADD, cpu)  # its I/O thread would be born pinned as well
         self._dealers: dict[zmq.Socket[bytes], _Dealer] = {}
         self._monitors: dict[zmq.Socket[bytes], zmq.Socket[bytes]] = {}
         self._heard: zmq.Frame | None = None
         self._knocks = threading.Semaphore(_KNOCKS)
         self._stopping = False
-        self._router = self._context.socket(zmq.ROUTER)
+        self._router = self._zmq.socket(zmq.ROUTER)
         self._router.linger = 0
         self._router.set_hwm(_QUEUE)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -99,7 +99,7 @@ class ControlChannel(threading.Thread):
             bound: bytes = self._router.getsockopt(zmq.LAST_ENDPOINT)  # type: ignore[assignment]
             self.port = int(bound.decode().rsplit(":", 1)[1].rstrip("\0"))
         except (zmq.ZMQError, OSError) as error:
-            self._context.destroy(linger=0)
+            self._zmq.destroy(linger=0)
             raise TransportError(
                 f"engine {me.engine!r} cannot listen for its peers at {shown_at(host, port)}: {error}. "
                 "Another process has this port, or the host has no such address: set control_port (and control_host) in "
@@ -158,8 +158,8 @@ class ControlChannel(threading.Thread):
             self._todo.put(None)
             self._ring()
             self.join(timeout)
-        elif not self._context.closed:
-            self._context.destroy(linger=0)
+        elif not self._zmq.closed:
+            self._zmq.destroy(linger=0)
 
     def _ring(self) -> None:
         with self._wake_lock:
@@ -175,7 +175,7 @@ class ControlChannel(threading.Thread):
             while not self._stopping:
                 self._round()
         finally:
-            self._context.destroy(linger=0)
+            self._zmq.destroy(linger=0)
             with self._wake_lock:
                 os.close(self._wake)
                 self._wake = -1
@@ -240,7 +240,7 @@ class ControlChannel(threading.Thread):
         """Open a DEALER to ``host``:``port``."""
         dealer = None
         try:
-            dealer = self._context.socket(zmq.DEALER)
+            dealer = self._zmq.socket(zmq.DEALER)
             dealer.linger = 0
             dealer.set_hwm(_QUEUE)
             dealer.setsockopt(zmq.IPV6, int(":" in host))

@@ -245,7 +245,7 @@ class Mover(threading.Thread):
     def _handle_all(self, command: cmd.Command) -> bool:
         if isinstance(command, cmd.Stop):
             return False
-        self._guarded(self._handle, command)
+        self._guarded(self._obey, command)
         return True
 
     def _guarded(self, act: Callable[..., None], *args: Any) -> None:
@@ -262,7 +262,7 @@ class Mover(threading.Thread):
 
     # --- commands ---------------------------------------------------------------------------------------------------
 
-    def _handle(self, command: cmd.Command) -> None:
+    def _obey(self, command: cmd.Command) -> None:
         now = self._clock()
         match command:
             case cmd.Inbound(frm, message):

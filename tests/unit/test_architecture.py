@@ -211,3 +211,58 @@ def test_no_module_is_longer_than_a_reader_holds(path) -> None:
 def test_the_rules_are_still_needed() -> None:
     for rule in MAY_IMPORT:
         assert any(name(path).startswith(rule) for path in MODULES), f"no module is in {rule}"
+
+
+THREAD = [
+    "_after_fork",
+    "_args",
+    "_bootstrap",
+    "_bootstrap_inner",
+    "_context",
+    "_daemonic",
+    "_delete",
+    "_handle",
+    "_ident",
+    "_initialized",
+    "_invoke_excepthook",
+    "_is_stopped",
+    "_kwargs",
+    "_name",
+    "_native_id",
+    "_os_thread_handle",
+    "_reset_internal_locks",
+    "_set_ident",
+    "_set_native_id",
+    "_set_tstate_lock",
+    "_started",
+    "_stderr",
+    "_stop",
+    "_target",
+    "_tstate_lock",
+    "_wait_for_tstate_lock",
+    "daemon",
+    "ident",
+    "name",
+    "native_id",
+    "start",
+    "join",
+]
+"""What threading.Thread, of one of the Pythons 3.10 to 3.14, has in an instance or its class; but ``run``, which is ours."""
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name)
+def test_no_thread_of_ours_hides_what_is_threads_own(path) -> None:
+    """A ``_handle`` of a mover was Python 3.13's as well, and a mover there did nothing at all."""
+    wrong = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ClassDef) and any(ast.unparse(base).endswith("Thread") for base in node.bases):
+            ours = {one.name for one in node.body if isinstance(one, ast.FunctionDef)}
+            ours |= {
+                one.attr
+                for one in ast.walk(node)
+                if isinstance(one, ast.Attribute)
+                and isinstance(one.ctx, ast.Store)
+                and ast.unparse(one.value) == "self"
+            }
+            wrong += sorted(ours.intersection(THREAD))
+    assert wrong == []
