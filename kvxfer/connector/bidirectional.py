@@ -67,7 +67,7 @@ def check(vllm_config: Any, tables: Tables, *, pinning: bool) -> None:
 
 
 class Bidirectional:
-    """Of one engine. Raises ConfigError (``check``). All but ``on_…`` is called by the scheduler's thread."""
+    """Of one engine for which ``check`` holds. All but ``on_…`` is called by the scheduler's thread."""
 
     def __init__(
         self,
@@ -77,7 +77,6 @@ class Bidirectional:
         control: ControlChannel,
         wake: Callable[[], None] | None,
     ) -> None:
-        check(vllm_config, tables, pinning=compat.features().pinning)
         role = vllm_config.kv_transfer_config.kv_role
         model = settings.model_id or vllm_config.model_config.model
         size = self._block_size = tables.groups[0].block_size

@@ -20,6 +20,7 @@ from kvxfer.addresses import is_wildcard, shown_at
 from kvxfer.connector import compat, private
 from kvxfer.connector.announce import Announcer
 from kvxfer.connector.bidirectional import Bidirectional
+from kvxfer.connector.bidirectional import check as check_reuse
 from kvxfer.connector.growing import Growing
 from kvxfer.connector.idling import Idling
 from kvxfer.connector.metadata import RankNews
@@ -106,6 +107,8 @@ class SchedulerHalf:
         self._failed: set[str] = set()  # loads that have failed on a rank, and are not over on all of them
         self._fail_load: Callable[[str], None] | None = None
         self._idling = Idling(vllm_config, settings.idle_wait)
+        if settings.bidirectional_kv_xfer:  # before there is a socket that would have to be closed
+            check_reuse(vllm_config, self._tables, pinning=self._features.pinning)
         port = settings.control_port + compat.data_parallel_index(vllm_config)
         self.control = ControlChannel(
             me,

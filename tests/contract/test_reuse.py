@@ -6,8 +6,10 @@ fetched, is read off the schedulers' outputs and our records.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
+import threading
 import time
 from typing import Any
 
@@ -359,6 +361,9 @@ def test_a_decode_engine_that_has_it_off_says_so_at_once(pair, monkeypatch) -> N
 
 @pytest.mark.parametrize("role", ["p", "d"])
 def test_what_must_hold_is_checked_when_a_connector_is_made(tiny, role) -> None:
-    wrong = {"p_policy": "fail"} if role == "p" else {"d_prefix_caching": False}
+    mode, settings = {"p": ("kv_producer", {"policy": "fail"}), "d": ("kv_consumer", {"prefix_caching": False})}[role]
+    before = threading.active_count()
     with pytest.raises(ConfigError, match="kv_load_failure_policy" if role == "p" else "--enable-prefix-caching"):
-        Pair(tiny, **wrong)
+        SimEngine(role, TwinFabric(), tiny, role=mode, bidirectional_kv_xfer=True, **settings)
+    assert threading.active_count() == before, "nothing was started that nobody would stop"
+    gc.collect()  # or a socket that nobody closed waits here for ever
