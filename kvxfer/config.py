@@ -24,10 +24,7 @@ UPSTREAM_IGNORED = frozenset(
         "num_threads",
         "enforce_handshake_compat",
         "enable_cross_layers_blocks",
-        "bidirectional_kv_xfer",
-        "kv_recompute_threshold",
         "kv_lease_duration",
-        "decoder_kv_blocks_ttl",
         "push_registration_timeout",
         "engine_ttl",
     }
@@ -43,7 +40,14 @@ _DURATIONS = (
     "transfer_limit",
     "mover_timeout",
     "poll_interval",
+    "decoder_kv_blocks_ttl",
+    "decoder_kv_idle_ttl",
+    "reuse_timeout",
 )
+
+
+LEAST_IDLE = 2.0
+"""Seconds that a lease must have left for a load to be begun."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -105,6 +109,18 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Between two looks at the fabric while something is under way."""
     record_capacity: int = 1024
     """Ended handoffs whose records are kept."""
+    bidirectional_kv_xfer: bool = False
+    """Let prefill take back what decode still holds of a conversation."""
+    kv_recompute_threshold: int | str = 64
+    """Tokens below which prefill computes rather than takes back; ``auto`` for what was measured."""
+    decoder_kv_blocks_ttl: float = 480.0
+    """How long decode keeps blocks for one reader at most, however often it asks."""
+    decoder_kv_idle_ttl: float = 30.0
+    """How long decode keeps blocks for a reader of which it hears nothing."""
+    reuse_pin_limit: float = 0.25
+    """Share of decode's KV cache that may be kept for readers at a time."""
+    reuse_timeout: float = 1.0
+    """How long prefill waits for decode to say what it holds."""
 
     @property
     def told_host(self) -> str:
@@ -210,6 +226,17 @@ def _ranges(settings: Settings) -> list[str]:
         found.append(f"pin_limit={settings.pin_limit:g} must be from 0 to 1, a share of the KV cache's blocks")
     if settings.staging_bytes is not None and settings.staging_bytes < 0:
         found.append(f"staging_bytes={settings.staging_bytes} must be 0 or more")
+    if not 0 <= settings.reuse_pin_limit <= 1:
+        found.append(
+            f"reuse_pin_limit={settings.reuse_pin_limit:g} must be from 0 to 1, a share of the KV cache's blocks"
+        )
+    threshold = settings.kv_recompute_threshold
+    if threshold != "auto" and not (isinstance(threshold, int) and threshold >= 0):
+        found.append(f'kv_recompute_threshold={threshold!r} must be a number of tokens, or "auto"')
+    if not settings.decoder_kv_idle_ttl > LEAST_IDLE:
+        found.append(
+            f"decoder_kv_idle_ttl={settings.decoder_kv_idle_ttl:g} must be above {LEAST_IDLE:g}, or nothing is read in time"
+        )
     if not 0 <= settings.idle_wait <= 10:  # noqa: PLR2004 - so that NaN is caught, too
         found.append(f"idle_wait={settings.idle_wait:g} must be from 0 (never sleep) to 10 seconds")
     if settings.record_capacity < 1:

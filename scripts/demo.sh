@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Shows on one machine, without an accelerator, that KV moved by push and by pull gives the tokens of one engine alone.
 #
-#   scripts/demo.sh [--json OUT.json] [--logs DIRECTORY]
+#   scripts/demo.sh [--multi-turn] [--json OUT.json] [--logs DIRECTORY]
 #
 # Makes the environment with setup_env.sh first (minutes the first time, nothing later); the demo itself takes some minutes.
 # Exit status 0 only if everything held; see kvxfer/bench/verdict.py for what that is.

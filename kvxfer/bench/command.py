@@ -29,15 +29,24 @@ _Logs = Annotated[Path | None, typer.Option(help="Directory of the engines' logs
 _Python = Annotated[str, typer.Option(help="The Python whose vLLM is run; kvxfer must be installed there.")]
 
 
-def demo(*, json: _Json = None, logs: _Logs = None, python: _Python = sys.executable) -> None:
+def demo(
+    *,
+    json: _Json = None,
+    multi_turn: Annotated[
+        bool, typer.Option("--multi-turn", help="Show what taking back a conversation is worth instead.")
+    ] = False,
+    logs: _Logs = None,
+    python: _Python = sys.executable,
+) -> None:
     """Show that push and pull give the tokens of one engine alone, and that a misplaced block does not."""
     from rich.console import Console
 
     from kvxfer.bench.demo import Demo
     from kvxfer.bench.results import write
+    from kvxfer.bench.turns import Turns
 
     console = Console()
-    run = Demo(console, logs or _new_logs(), python)
+    run = (Turns if multi_turn else Demo)(console, logs or _new_logs(), python)
     try:
         complaints = run.execute()
     except KvxferError as error:
@@ -49,9 +58,10 @@ def demo(*, json: _Json = None, logs: _Logs = None, python: _Python = sys.execut
         for complaint in complaints:
             console.print(f"- {complaint}", markup=False, highlight=False)
         raise typer.Exit(1)
-    console.print(
-        "[bold green]passed[/bold green]: every answer is the reference's, every byte was counted, and LIBFABRIC moved it"
-    )
+    what = "every byte was counted, and LIBFABRIC moved it"
+    if isinstance(run, Turns):
+        what = f"later turns begin {run.gain():.1f} times sooner with what decode held taken back"
+    console.print(f"[bold green]passed[/bold green]: every answer is the reference's, {what}")
 
 
 @bench.command()

@@ -1,4 +1,4 @@
-"""vLLM's KV connectors: ``KvxferPushConnector`` and ``KvxferPullConnector``.
+"""vLLM's KV connectors: ``KvxferPushConnector``, ``KvxferPullConnector`` and ``KvxferBidirectionalConnector``.
 
 The names are imported when they are asked for: importing this package must not import vLLM, since vLLM's plugin loader
 imports it in every process, early.
@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvxfer.connector.connectors import KvxferPullConnector, KvxferPushConnector
+    from kvxfer.connector.connectors import KvxferBidirectionalConnector, KvxferPullConnector, KvxferPushConnector
 
-__all__ = ["KvxferPullConnector", "KvxferPushConnector"]
+__all__ = ["KvxferBidirectionalConnector", "KvxferPullConnector", "KvxferPushConnector"]
 
 
 def __getattr__(name: str) -> Any:

@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvxfer.protocol.messages import Expect, Message, Release
+from kvxfer.connector.courier import Courier
+from kvxfer.protocol.messages import Expect, Release
 
 if TYPE_CHECKING:
     from kvxfer.protocol.ids import HandoffId, RankId
@@ -34,9 +35,8 @@ class Announcer:
     def __init__(self, control: ControlChannel, ttl: float) -> None:
         self._control = control
         self._ttl = ttl
+        self._courier = Courier(control)
         self._expected: dict[HandoffId, _Expected] = {}
-        self._ranks: dict[EngineAddress, tuple[RankId, ...]] = {}
-        self._waiting: dict[EngineAddress, list[Message]] = {}
 
     def expect(self, handoff: HandoffId, request_id: str, address: EngineAddress) -> None:
         """Tell prefill, and go on telling, that a decode leg exists."""
@@ -57,30 +57,24 @@ class Announcer:
 
     def on_outcome(self, outcome: Outcome) -> None:
         """Send what waited for this engine, or drop it: the worker's own call will fail the request with a reason."""
-        waiting = self._waiting.pop(outcome.address, [])
-        if outcome.reason is not None:
-            return
-        self._ranks[outcome.address] = outcome.ranks
-        for message in waiting:
-            self._send(outcome.address, message)
+        self._courier.on_outcome(outcome)
 
     def on_lost(self, rank: RankId) -> None:
         """Forget an engine's ranks when one is lost: the next message calls it again."""
-        for address in [a for a, ranks in self._ranks.items() if rank in ranks]:
-            del self._ranks[address]
+        self._courier.on_lost(rank)
 
     def on_round(self, now: float) -> None:
         """Renew what is due."""
         for handoff, one in self._expected.items():
             if one.next_at <= now:
                 one.next_at = now + self._ttl / 3
-                self._send(one.address, Expect(handoff, self._ttl))
+                self._courier.send(one.address, Expect(handoff, self._ttl))
 
     def _expect(self, handoff: HandoffId, request_id: str, address: EngineAddress, now: float) -> None:
         one = self._expected.setdefault(handoff, _Expected(address, 0.0))
         one.requests.add(request_id)
         one.next_at = now + self._ttl / 3
-        self._send(address, Expect(handoff, self._ttl))
+        self._courier.send(address, Expect(handoff, self._ttl))
 
     def _forget(self, handoff: HandoffId, request_id: str) -> bool:
         """Return whether no request queues for the handoff any more."""
@@ -94,14 +88,4 @@ class Announcer:
 
     def _release(self, handoff: HandoffId, request_id: str, address: EngineAddress, reason: str) -> None:
         if self._forget(handoff, request_id):
-            self._send(address, Release(handoff, reason))
-
-    def _send(self, address: EngineAddress, message: Message) -> None:
-        ranks = self._ranks.get(address)
-        if ranks is not None:
-            for rank in ranks:
-                self._control.send(rank, message)
-            return
-        if address not in self._waiting:
-            self._control.connect(address)
-        self._waiting.setdefault(address, []).append(message)
+            self._courier.send(address, Release(handoff, reason))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
@@ -20,6 +20,9 @@ from kvxfer.connector.scheduler import SchedulerHalf
 from kvxfer.connector.worker import WorkerHalf
 from kvxfer.protocol.ids import RankId
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
 logger = logging.getLogger("kvxfer")
 
 
@@ -28,6 +31,9 @@ class KvxferConnector(KVConnectorBase_V1, *compat.supports_hybrids()):  # type: 
 
     mode: ClassVar[str]
     """``push``: prefill writes into decode. ``pull``: decode reads from prefill."""
+
+    implied: ClassVar[Mapping[str, Any]] = {}
+    """Settings that the connector's name says; the configuration may say otherwise."""
 
     scheduler_half: ClassVar[type[SchedulerHalf]] = SchedulerHalf
     worker_half: ClassVar[type[WorkerHalf]] = WorkerHalf
@@ -39,7 +45,7 @@ class KvxferConnector(KVConnectorBase_V1, *compat.supports_hybrids()):  # type: 
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         plugin.register()  # where VLLM_PLUGINS left the plugin out, this is the first chance to set the environment
         transfer = vllm_config.kv_transfer_config
-        settings, ignored = settings_from(transfer.kv_connector_extra_config or {})
+        settings, ignored = settings_from({**self.implied, **(transfer.kv_connector_extra_config or {})})
         if ignored and role is KVConnectorRole.SCHEDULER:
             logger.info("settings of upstream's connectors without effect here: %s", ", ".join(sorted(ignored)))
         compat.check_groups(vllm_config, kv_cache_config)
@@ -220,3 +226,12 @@ class KvxferPullConnector(KvxferConnector):
     """Decode's mover READs the KV out of the blocks that prefill holds for it."""
 
     mode = "pull"
+
+
+class KvxferBidirectionalConnector(KvxferPushConnector):
+    """Pushes, and takes back: prefill's mover READs what decode still holds of a conversation, before the next turn.
+
+    For that with a forward pull, say ``bidirectional_kv_xfer`` to ``KvxferPullConnector``.
+    """
+
+    implied: ClassVar[Mapping[str, Any]] = {"bidirectional_kv_xfer": True}

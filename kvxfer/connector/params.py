@@ -6,8 +6,9 @@ request then runs as if it had none: computed locally, correct, never failed.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvxfer.addresses import AddressError, check_host, is_wildcard
@@ -24,11 +25,20 @@ class SourceParams:
     """Prefill leg: compute, and hand the KV over.
 
     A ``probe`` hands nothing over: it only wants the answer's address, and names engines to be connected, ``peers``.
+    ``reuse`` is where the conversation was decoded before, so that its KV may still be there.
     """
 
     handoff: HandoffId
     probe: bool
     peers: tuple[EngineAddress, ...] = ()
+    reuse: EngineAddress | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PlainParams:
+    """No leg of a handoff; only that the conversation was decoded at ``reuse`` before."""
+
+    reuse: EngineAddress
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +53,7 @@ class ParamsError(ValueError):
     """These kv_transfer_params cannot be used; the text says which key and why."""
 
 
-def parse(request_id: str, params: object) -> SourceParams | SinkParams | None:
+def parse(request_id: str, params: object) -> SourceParams | SinkParams | PlainParams | None:
     """Read a request's params; None when it takes no part in a handoff. Raises ParamsError."""
     if params is None:
         return None
@@ -51,35 +61,50 @@ def parse(request_id: str, params: object) -> SourceParams | SinkParams | None:
         raise ParamsError(f"kv_transfer_params is {_kind(params)}, not an object")
     prefill, decode = _flag(params, "do_remote_prefill"), _flag(params, "do_remote_decode")
     if not (prefill or decode):
-        return None
+        before = _address(params, "reuse")
+        return None if before is None else PlainParams(replace(before, front=True))
     if prefill and decode:
         raise ParamsError("do_remote_prefill and do_remote_decode are both true: a leg is one or the other")
     transfer = _text(params, "transfer_id")
     if decode:
         probe = _flag(params, "kvxfer_probe")
-        return SourceParams(_handoff(request_id, transfer, None), probe, _peers(params) if probe else ())
+        handoff = _handoff(request_id, transfer, None)
+        before = _address(params, "reuse")
+        if before is None:  # upstream's way: the params of decode's answer to the turn before, handed to this one
+            with contextlib.suppress(ParamsError):  # which no connector without this has ever read
+                before = _address(params, "remote")
+        before = None if before is None or probe else replace(before, front=True)
+        return SourceParams(handoff, probe, _peers(params) if probe else (), before)
     handoff = _handoff(request_id, transfer, _text(params, "remote_request_id"))
-    host = _text(params, "remote_host")
-    if not host:
+    source = _address(params, "remote")
+    if source is None:
         raise ParamsError("remote_host is missing: the prefill engine's control_host")
-    host = _checked(host)
-    port = params.get("remote_port")
+    return SinkParams(handoff, source)
+
+
+def _address(params: dict[Any, Any], which: str) -> EngineAddress | None:
+    """Read an engine's control address, ``<which>_host``, ``_port`` and ``_engine_id``; None where no host is named."""
+    host = _text(params, f"{which}_host")
+    if not host:
+        return None
+    host = _checked(host, which)
+    port = params.get(f"{which}_port")
     if isinstance(port, str) and port.isdecimal() and len(port) < 6:  # noqa: PLR2004 - Python refuses to read very long ones
         port = int(port)
     if not isinstance(port, int) or isinstance(port, bool) or not 0 < port < 65536:  # noqa: PLR2004
-        raise ParamsError(f"remote_port is {_kind(port)}: it must be the prefill engine's control_port")
-    return SinkParams(handoff, EngineAddress(host, port, _text(params, "remote_engine_id") or ""))
+        raise ParamsError(f"{which}_port is {_kind(port)}: it must be that engine's control_port")
+    return EngineAddress(host, port, _text(params, f"{which}_engine_id") or "")
 
 
 @functools.lru_cache(maxsize=256)
-def _checked(host: str) -> str:
-    """Check a prefill engine's host. An engine has few of those, and requests for them again and again."""
+def _checked(host: str, which: str) -> str:
+    """Check an engine's host. An engine has few peers, and requests for them again and again."""
     try:
         host = check_host(host)
     except AddressError as error:
-        raise ParamsError(f"remote_host: {error}") from None
+        raise ParamsError(f"{which}_host: {error}") from None
     if is_wildcard(host):
-        raise ParamsError(f"remote_host is {host}, which names no host: set advertise_host at the prefill engine")
+        raise ParamsError(f"{which}_host is {host}, which names no host: set advertise_host at that engine")
     return host
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 
-CONNECTORS = ("KvxferPushConnector", "KvxferPullConnector")
+CONNECTORS = ("KvxferPushConnector", "KvxferPullConnector", "KvxferBidirectionalConnector")
 
 
 def register() -> None:

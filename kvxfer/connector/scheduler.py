@@ -17,15 +17,17 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from kvxfer.addresses import is_wildcard, shown_at
-from kvxfer.connector import compat
+from kvxfer.connector import compat, private
 from kvxfer.connector.announce import Announcer
+from kvxfer.connector.bidirectional import Bidirectional
+from kvxfer.connector.bidirectional import check as check_reuse
 from kvxfer.connector.growing import Growing
 from kvxfer.connector.idling import Idling
 from kvxfer.connector.metadata import RankNews
-from kvxfer.connector.params import ParamsError, SinkParams, SourceParams, parse
+from kvxfer.connector.params import ParamsError, PlainParams, SinkParams, SourceParams, parse
 from kvxfer.connector.pins import Pins
 from kvxfer.errors import RemoteProtocolError
-from kvxfer.protocol.messages import Directory, Report
+from kvxfer.protocol.messages import Ask, Directory, Held, Report
 from kvxfer.transport.commands import (
     LESS,
     EngineAddress,
@@ -105,6 +107,8 @@ class SchedulerHalf:
         self._failed: set[str] = set()  # loads that have failed on a rank, and are not over on all of them
         self._fail_load: Callable[[str], None] | None = None
         self._idling = Idling(vllm_config, settings.idle_wait)
+        if settings.bidirectional_kv_xfer:  # before there is a socket that would have to be closed
+            check_reuse(vllm_config, self._tables, pinning=self._features.pinning)
         port = settings.control_port + compat.data_parallel_index(vllm_config)
         self.control = ControlChannel(
             me,
@@ -116,6 +120,9 @@ class SchedulerHalf:
             secret=load_secret(settings.secret_file),
         )
         self._announcer = Announcer(self.control, settings.leg_timeout)
+        self._reuse: Bidirectional | None = None
+        if settings.bidirectional_kv_xfer:
+            self._reuse = Bidirectional(vllm_config, self._tables, settings, self.control, private.waker())
         self.control.start()
         if self._receives:  # the scheduler process of a decode engine announces its requests
             for host, peer_port in settings.peer_addresses:
@@ -135,6 +142,8 @@ class SchedulerHalf:
         """
         if self._receives and not self._tables.plain:
             self._fail_load = compat.whole_load_failures()
+        if self._reuse is not None:
+            self._reuse.bind(pool, private.reservations())
         if self._may_pin and self._features.pinning and (self.mode == "push" or self._tables.windowed):
             limit = int(self.settings.pin_limit * pool.num_gpu_blocks)
             self._pins = Pins(pool, limit, self._tp_size * self._pp_size)
@@ -152,13 +161,16 @@ class SchedulerHalf:
         request_id = request.request_id
         self._idling.came(request_id)
         compat.drop_params(request)
+        now, params = time.monotonic(), None
         try:
             params = parse(request_id, request.kv_transfer_params)
         except ParamsError as error:
             logger.warning("request %s is computed here, without a handoff: %s", request_id, error)
-            return
-        now = time.monotonic()
+        if self._reuse is not None:
+            self._reuse.began(request, params, now)
         match params:
+            case None | PlainParams():
+                return
             case SinkParams(_, source) if source.engine == self._engine:
                 logger.warning(
                     "request %s is computed here: it names this very engine as its prefill engine", request_id
@@ -176,7 +188,7 @@ class SchedulerHalf:
                 digests = compat.prompt_digests(request, *LESS)
                 self._step().started.append(SourceStart(handoff, request_id, request.num_prompt_tokens, now, digests))
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Offer every prompt position that decode has not cached itself. May be asked again; changes nothing.
 
         The last one is offered as well, though it is not moved: of a prompt that is all there vLLM computes the last token
@@ -187,6 +199,8 @@ class SchedulerHalf:
         Then it is not offered where its place is allocated nevertheless, and else the prompt is computed here.
         """
         sink = self._sinks.get(request.request_id)
+        if sink is None and self._reuse is not None:
+            return self._reuse.matched(request, num_computed_tokens)
         if sink is None or sink.state is not _SinkState.NEW:
             return 0, False
         if compat.needs_every_position(request):
@@ -205,6 +219,12 @@ class SchedulerHalf:
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Register the blocks that vLLM allocated; or note that nothing is wanted."""
         sink = self._sinks.get(request.request_id)
+        if sink is None and self._reuse is not None:
+            opened = self._reuse.allocated(request, blocks.get_block_ids(), num_external_tokens)
+            if opened is not None:
+                self._idling.waits(request.request_id)
+                self._step().opened.append(opened)
+            return
         if sink is None or sink.state is not _SinkState.NEW:
             return
         handoff, source = sink.params.handoff, sink.params.source
@@ -215,6 +235,8 @@ class SchedulerHalf:
         start, end = sink.offered - num_external_tokens, request.num_prompt_tokens - 1
         tables = self.registered_blocks(request.request_id, blocks.get_block_ids(), start, end)
         sink.state = _SinkState.OPEN
+        if self._reuse is not None:
+            self._reuse.holds(request.request_id)
         self._idling.waits(request.request_id)
         self._announcer.settle(handoff, request.request_id)
         self._step().opened.append(
@@ -240,6 +262,8 @@ class SchedulerHalf:
         """
         if self._sources:
             self._note_sources(output)
+        if self._reuse is not None and (held := self._reuse.step(output)):
+            self._step().held.extend(held)
         step, self._noted = self._noted, None
         if step is None:
             self._idling.rest(output)
@@ -294,6 +318,9 @@ class SchedulerHalf:
     def request_finished(self, request: Any, tables: Sequence[list[int]]) -> tuple[bool, dict[str, Any] | None]:
         """Say whether the blocks are still needed; a source's answer tells a router where to find the KV."""
         request_id = request.request_id
+        loading = self._reuse is not None and self._reuse.finished(request)
+        if loading:
+            self._step().cancelled.append(SinkCancel(request_id, f"prefill gave up: {request.status.name}"))
         self._idling.went(request_id)
         sink = self._sinks.pop(request_id, None)
         if sink is not None:
@@ -302,6 +329,8 @@ class SchedulerHalf:
                 self._announcer.release(sink.params.handoff, request_id, sink.params.source, reason)
             elif sink.state is _SinkState.OPEN:
                 self._step().cancelled.append(SinkCancel(request_id, f"decode gave up: {request.status.name}"))
+            elif self._reuse is not None and self._reuse.answers:
+                return False, self._answer(sink.params.handoff, request_id, request.num_computed_tokens, back=True)
             return False, None
         source = self._sources.pop(request_id, None)
         if source is None:
@@ -315,7 +344,7 @@ class SchedulerHalf:
             for table, group in zip(tables, self._tables.groups, strict=True)
         ):
             aborted = "prefill was preempted while its last token was in flight"
-        held = any(tables)
+        held = any(tables) and not loading  # what vLLM waits for then is the load's report
         self._step().finished.append(self._finish(request_id, source, aborted, tables, held=held))
         return held, None if aborted else self._answer(source.handoff, request_id, source.prompt_tokens)
 
@@ -334,6 +363,8 @@ class SchedulerHalf:
 
     def update_connector_output(self, output: Any) -> None:
         """Note who has been reported, and owes nothing any more; whose load failed; which orphaned blocks nobody reads."""
+        if self._reuse is not None:
+            self._reuse.loaded(output)
         news = getattr(output, "kv_connector_worker_meta", None)
         if isinstance(news, RankNews):
             if self._pins is not None:
@@ -354,7 +385,8 @@ class SchedulerHalf:
 
     def has_pending_work(self) -> bool:
         """Tell whether something noted must reach the workers although no request may be left to schedule."""
-        return self._noted is not None or bool(self._pins)
+        waits = self._reuse is not None and self._reuse.pending()
+        return self._noted is not None or bool(self._pins) or waits
 
     def _probe_answer(self, request: Any) -> dict[str, Any] | None:
         try:
@@ -365,10 +397,11 @@ class SchedulerHalf:
             return self._answer(params.handoff, request.request_id, 0)
         return None
 
-    def _answer(self, handoff: HandoffId, request_id: str, tokens: int) -> dict[str, Any]:
+    def _answer(self, handoff: HandoffId, request_id: str, tokens: int, *, back: bool = False) -> dict[str, Any]:
+        """Return what a router hands to the other leg; ``back``: to the next turn's prefill leg."""
         return {
-            "do_remote_prefill": True,
-            "do_remote_decode": False,
+            "do_remote_prefill": not back,
+            "do_remote_decode": back,
             "remote_block_ids": [],
             "remote_engine_id": self._engine,
             "remote_request_id": request_id,
@@ -394,8 +427,13 @@ class SchedulerHalf:
         self.control.stop()
 
     def on_message(self, frm: RankId, message: messages.AnyMessage) -> None:
-        """Refuse: handoffs are matters of the worker ranks."""
-        raise RemoteProtocolError(f"{frm} sent {type(message).__name__} to a scheduler process")
+        """Hear of reuse; refuse the rest: handoffs are matters of the worker ranks."""
+        if self._reuse is not None:
+            self._reuse.on_message(frm, message)
+        elif isinstance(message, Ask):  # who asks waits for an answer
+            self.control.send(frm, Held(message.handoff, 0, message.asked, 0.0, "decode has bidirectional_kv_xfer off"))
+        else:
+            raise RemoteProtocolError(f"{frm} sent {type(message).__name__} to a scheduler process")
 
     def on_up(self, rank: RankId, card: RankCard | None) -> None:
         """Nothing to do: the announcer hears of whole engines."""
@@ -409,6 +447,8 @@ class SchedulerHalf:
         """Forget the engine's ranks."""
         del reason, granted_until, dead
         self._announcer.on_lost(rank)
+        if self._reuse is not None:
+            self._reuse.on_lost(rank)
 
     def on_ended(self, rank: RankId) -> None:
         """Nothing to do: it was lost before."""
@@ -418,13 +458,19 @@ class SchedulerHalf:
 
     def on_outcome(self, outcome: Outcome) -> None:
         """Let the announcer say what waited."""
+        if outcome.address.front:
+            if self._reuse is not None:
+                self._reuse.on_outcome(outcome)
+            return
         self._announcer.on_outcome(outcome)
 
     def on_round(self, now: float) -> None:
-        """Renew what decode expects."""
+        """Renew what decode expects, and what is held for readers."""
         self._announcer.on_round(now)
+        if self._reuse is not None:
+            self._reuse.on_round(now)
 
     def on_report(self, last: int) -> Report:
-        """Refuse: records are the worker ranks'."""
+        """Answer with this process's counters; records are the worker ranks', whose addresses are in the directory."""
         del last
-        raise RemoteProtocolError("handoff records are asked of worker ranks, whose addresses are in the directory")
+        return Report(-1, {}, self.control.counters | (self._reuse.counters if self._reuse is not None else {}), [])

@@ -184,7 +184,7 @@ class WorkerHalf:
         for address in step.introduced:
             self._threads.control.keep(address, lasting=False)
         self._threads.mover.post(cmd.StepBegin(step, self._platform.fence()))
-        self._computing = bool(step.progress)
+        self._computing = step.computing
 
     def end_step(self) -> None:
         """Record the fence behind what this step computed. Costs nothing on a step that computes for nobody else."""

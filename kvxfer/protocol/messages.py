@@ -26,17 +26,14 @@ import msgspec
 from msgspec import Meta
 
 from kvxfer.errors import RemoteProtocolError
+from kvxfer.protocol.fields import MAX_MESSAGE_BYTES, MAX_RANKS, Blocks, Card, Count, Duration, Position, Stamp
 from kvxfer.protocol.ids import HandoffId, Name, RankId, shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-WIRE_VERSION = 5
+WIRE_VERSION = 6
 """Raised whenever a message changes in a way that the previous version cannot read."""
-
-MAX_MESSAGE_BYTES = 8 << 20
-"""Largest envelope accepted: two million block ids, or any card."""
-
 
 MAX_CARD_BYTES = 1 << 20
 """Largest Hello and Welcome: a card with its NIXL metadata, which a process keeps of every peer."""
@@ -46,19 +43,6 @@ MAX_SMALL_BYTES = 64 << 10
 
 MAX_RECORDS = 4096
 """Records in one report: some 0.5 KB each, well below the largest message."""
-
-MAX_RANKS = 1024
-"""Ranks of one engine."""
-
-Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
-Position = Annotated[int, Meta(ge=0, lt=1 << 31)]
-"""A token's position, or a number of tokens."""
-Stamp = Annotated[float, Meta(ge=0.0, le=1e12)]
-"""A moment of somebody's monotonic clock. The limits keep NaN and infinity out as well."""
-Duration = Annotated[float, Meta(ge=0.0, le=1e6)]
-Blocks = Annotated[bytes, Meta(max_length=MAX_MESSAGE_BYTES)]
-"""A request's packed block tables, words of four bytes; read_body refuses what is not whole."""
-Card = Annotated[dict[str, Any], Meta(max_length=64)]
 
 
 class Message(msgspec.Struct, frozen=True, tag_field="t", omit_defaults=True):
@@ -249,6 +233,34 @@ class Failed(Message, frozen=True, tag="failed"):
     reason: str
 
 
+# --- reuse: between the scheduler processes of two engines ---------------------------------------------------------------
+
+
+class Ask(Message, frozen=True, tag="ask"):
+    """Prefill to decode: say what you hold of this conversation, beyond the positions [0, ``start``) that I have.
+
+    ``chain`` are its digests (``protocol/chain``) behind ``start``. What is held is kept for the READ of this handoff.
+    """
+
+    handoff: HandoffId
+    start: Position
+    chain: Annotated[bytes, Meta(max_length=MAX_MESSAGE_BYTES)]
+    asked: Stamp
+
+
+class Held(Message, frozen=True, tag="held"):
+    """Decode to prefill: positions up to ``tokens`` are there, and stay until ``lease`` seconds after ``asked``.
+
+    0 tokens when nothing is there, or it cannot be kept: ``reason`` says why.
+    """
+
+    handoff: HandoffId
+    tokens: Position
+    asked: Stamp
+    lease: Duration
+    reason: str = ""
+
+
 # --- for people -------------------------------------------------------------------------------------------------------
 
 
@@ -287,6 +299,8 @@ AnyMessage = (
     | CancelAck
     | Release
     | Failed
+    | Ask
+    | Held
     | ReportAsk
     | Report
 )
@@ -431,7 +445,7 @@ def unpack(packed: bytes) -> tuple[Envelope, AnyMessage]:
 MAX_REASON = 2000
 """Characters of a peer's reason that are kept."""
 
-_WITH_A_REASON = (Refused, Cancel, Release, Failed)
+_WITH_A_REASON = (Refused, Cancel, Release, Failed, Held)
 
 _LIMITS: dict[type, int] = {
     Hello: MAX_CARD_BYTES,
@@ -439,6 +453,7 @@ _LIMITS: dict[type, int] = {
     Directory: MAX_CARD_BYTES,
     Register: MAX_MESSAGE_BYTES,
     Grant: MAX_MESSAGE_BYTES,
+    Ask: MAX_MESSAGE_BYTES,
     Report: MAX_MESSAGE_BYTES,
 }
 

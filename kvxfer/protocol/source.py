@@ -137,6 +137,30 @@ class Source(Delivery):
             one.request_id = None
         yield from self._advance(one, now)
 
+    def hold(self, handoff: HandoffId, tokens: int, blocks: bytes, until: float, now: float) -> Iterator[Action]:
+        """Note that the engine keeps ``blocks``, final at positions [0, tokens), for the READ of this handoff until ``until``.
+
+        They belong to no request, so nothing is owed to the engine at the end: it lets them go by the same clock. Said again,
+        it means that it keeps them for longer.
+        """
+        one = self._handoffs.get(handoff)
+        if one is not None and one.prompt_tokens:
+            one.until = one.deadline = one.hold_until = max(one.until, until)
+            return
+        if not blocks or handoff in self._ended:
+            return  # over before it began, or before it was said again
+        if one is None:
+            one = self._handoffs[handoff] = SourceHandoff(handoff, State.COMPUTING, until)
+        else:
+            self._step(one, Event.START)
+        self._parking.leave(handoff)
+        one.prompt_tokens = one.final = tokens
+        one.blocks, one.held, one.until = blocks, True, until
+        one.deadline = one.hold_until = until
+        yield Note("source", handoff, "held")
+        self._step(one, Event.COMPLETE)
+        yield from self._advance(one, now)
+
     # --- events from the sink's rank --------------------------------------------------------------------------------
 
     def expect(self, frm: RankId, message: Expect, now: float) -> Iterator[Action]:
@@ -403,7 +427,9 @@ class Source(Delivery):
             return
         if one.state is State.FINAL:
             reason = f"no decode request came for {self.leg_timeout:g} s"
-            if one.hold_until <= now:
+            if one.until <= now:
+                reason = "nobody came to read what was held"
+            elif one.hold_until <= now:
                 reason = f"decode had no blocks for the request within {self.hold_limit:g} s"
             yield from self._serve(one, Event.EXPIRE, reason, tell=False)
             yield from self._advance(one, now)

@@ -56,6 +56,7 @@ class SourceHandoff:
     state: State
     deadline: float  # of the leg that has not come
     hold_until: float = math.inf  # however often the sink announces itself
+    until: float = math.inf  # of what is held for a reuse: no grant may outlast it
     request_id: str | None = None
     prompt_tokens: int = 0
     prompt: tuple[bytes, ...] = ()

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from kvxfer.protocol.ids import HandoffId, RankId
 
 
+SHORTEST = 1.0
+"""Seconds: a shorter lease is not granted, since the reader takes half a second off it."""
+
+
 class Delivery:
     """The half of ``Source`` that acts; what happens to it is the other. Neither is used without the other.
 
@@ -203,13 +207,19 @@ class Delivery:
         # Not before the engine has finished: until then a preemption could take the blocks from under a reader.
         if one.state is not State.FINAL or not one.held or not sink.grant_due:
             return
+        lease = min(self.lease, one.until - now)
+        if lease < SHORTEST:
+            if sink.granted_until == 0.0:
+                reason = "what was held for this reader is about to be let go"
+                yield from self._serve_one(one, sink, reason, event=Event.EXPIRE)
+            return
         if sink.granted_until == 0.0:
             yield Note("source", one.id, "sealed")
-        sink.grant_due, sink.granted_until = False, now + self.lease
+        sink.grant_due, sink.granted_until = False, now + lease
         self._granted.add((one.id, sink.rank))
         yield Send(
             sink.rank,
-            Grant(one.id, sink.attempt, one.generation, one.final, one.blocks, sink.asked, self.lease),
+            Grant(one.id, sink.attempt, one.generation, one.final, one.blocks, sink.asked, lease),
         )
 
     def _close(self, one: SourceHandoff, event: Event) -> None:

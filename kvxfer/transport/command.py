@@ -77,7 +77,13 @@ def _show(report: EngineReport) -> None:
             span(record, "expected", "released"),
             outcome,
         )
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    counted = {name: count for name, count in report.counters.items() if name.startswith("reuse_") and count}
+    if counted:
+        console.print(
+            "reuse: " + ", ".join(f"{name.removeprefix('reuse_')} {count:,}" for name, count in counted.items())
+        )
 
 
 def register(app: typer.Typer) -> None:

@@ -29,6 +29,8 @@ class EngineAddress:
     host: str
     port: int
     engine: str
+    front: bool = False
+    """Meant is the engine's scheduler process itself, which lives at this address, and not its ranks."""
 
     def __str__(self) -> str:
         """For messages that people read."""
@@ -78,10 +80,25 @@ class SourceFinish:
 
 
 @dataclass(frozen=True, slots=True)
+class SourceHeld:
+    """Blocks of no request are kept for the READ of a handoff until ``until``: positions [0, tokens) are final in them.
+
+    ``computing``: this step may still write into them, so that its own fence has to pass first.
+    """
+
+    handoff: HandoffId
+    tokens: int
+    blocks: bytes
+    until: float
+    computing: bool
+
+
+@dataclass(frozen=True, slots=True)
 class SinkOpen:
     """``blocks`` (packed tables) were allocated for positions [start, end) of a request that another engine prefills.
 
-    ``prompt`` digests everything that shapes the KV of positions [0, end); empty when it is not known.
+    ``prompt`` digests everything that shapes the KV of positions [0, end); empty when it is not known. ``mode`` is who moves
+    it, where that is not as the engine does.
     """
 
     handoff: HandoffId
@@ -93,6 +110,7 @@ class SinkOpen:
     heard: float
     allocated: float
     prompt: bytes = b""
+    mode: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +138,19 @@ class Step:
     opened: list[SinkOpen] = field(default_factory=list)
     cancelled: list[SinkCancel] = field(default_factory=list)
     introduced: list[EngineAddress] = field(default_factory=list)
+    held: list[SourceHeld] = field(default_factory=list)
+
     bell: str = ""
+
+    @property
+    def computing(self) -> bool:
+        """Whether something of this step waits for the fence behind its own work."""
+        return bool(self.progress) or any(one.computing for one in self.held)
 
     def __bool__(self) -> bool:
         """Tell whether anything changed."""
         changes = self.preempted or self.started or self.finished or self.progress or self.opened or self.cancelled
-        return bool(changes or self.introduced)
+        return bool(changes or self.introduced or self.held)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ import zmq
 
 from kvxfer.addresses import bare, endpoint, shown_at
 from kvxfer.errors import RemoteProtocolError, TransportError
-from kvxfer.protocol import messages
+from kvxfer.protocol.fields import MAX_MESSAGE_BYTES
 from kvxfer.transport.suspects import Answer
 from kvxfer.transport.switchboard import Listener, Switchboard
 from kvxfer.transport.threads import run_on
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Sequence
 
     from kvxfer.layout.card import RankCard
+    from kvxfer.protocol import messages
     from kvxfer.protocol.auth import Secret
     from kvxfer.protocol.ids import RankId
     from kvxfer.protocol.peers import Timing
@@ -90,7 +91,7 @@ class ControlChannel(threading.Thread):
         self._router.linger = 0
         self._router.set_hwm(_QUEUE)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._router.setsockopt(zmq.MAXMSGSIZE, messages.MAX_MESSAGE_BYTES)
+        self._router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         try:
             address = _numeric(host)
             self._router.setsockopt(zmq.IPV6, int(":" in address))
@@ -243,7 +244,7 @@ class ControlChannel(threading.Thread):
             dealer.linger = 0
             dealer.set_hwm(_QUEUE)
             dealer.setsockopt(zmq.IPV6, int(":" in host))
-            dealer.setsockopt(zmq.MAXMSGSIZE, messages.MAX_MESSAGE_BYTES)
+            dealer.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
             dealer.connect(endpoint(host, port))
         except zmq.ZMQError as error:
             if dealer is not None:

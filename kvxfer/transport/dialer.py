@@ -74,8 +74,10 @@ class Dialer:
             self._calls[address] = _Call(address, now + self.timeout)
             self._wires.ask(address)
 
-    def directory(self, address: EngineAddress, message: messages.Directory, now: float) -> Iterator[Outcome]:
-        """Handle an engine's answer: greet its ranks."""
+    def directory(
+        self, address: EngineAddress, message: messages.Directory, now: float, sender: RankId | None = None
+    ) -> Iterator[Outcome]:
+        """Handle an engine's answer: greet its ranks, or where that is meant, the ``sender`` of this, its scheduler process."""
         call = self._calls.get(address)
         if call is None or call.ranks:
             return
@@ -92,12 +94,15 @@ class Dialer:
         if len({rank.rank for rank in message.ranks}) != len(message.ranks):
             yield self._end(call, f"{call.address} names one of its ranks twice: restart it")
             return
-        call.ranks = tuple(RankId(message.engine, rank.incarnation, rank.rank) for rank in message.ranks)
-        for rank, where in zip(call.ranks, message.ranks, strict=True):
-            if self._wires.is_open(rank):
-                call.open.add(rank)
-            else:
-                call.where[rank] = reachable(where.host, address.host), where.port
+        where = {
+            RankId(message.engine, rank.incarnation, rank.rank): (reachable(rank.host, address.host), rank.port)
+            for rank in message.ranks
+        }
+        if address.front and sender is not None:
+            where = {sender: (address.host, address.port)}
+        call.ranks = tuple(where)
+        call.open.update(rank for rank in where if self._wires.is_open(rank))
+        call.where = {rank: there for rank, there in where.items() if rank not in call.open}
         self._greet(call, now)
         yield from self._check(call)
 

@@ -318,7 +318,7 @@ class Mover(threading.Thread):
             self._run(self.sink.cancel(cancel.request_id, cancel.reason))
 
     def _opening(self, opened: cmd.SinkOpen, now: float) -> Iterator[Action]:
-        span = (self.settings.mode, opened.start, opened.end, opened.blocks)
+        span = (opened.mode or self.settings.mode, opened.start, opened.end, opened.blocks)
         return self.sink.open(opened.handoff, opened.request_id, *span, now, opened.prompt)
 
     def _act_on_fences(self, now: float) -> None:
@@ -329,6 +329,8 @@ class Mover(threading.Thread):
                 self._run(self.source.finish(end.request_id, now, aborted=end.aborted, held=end.held, token=end.token))
             for one in progress:
                 self._run(self.source.progress(one.request_id, one.blocks, one.final, now))
+        for held in self._steps.passed_held():
+            self._run(self.source.hold(held.handoff, held.tokens, held.blocks, held.until, now))
         for opened in self._steps.passed_sinks():
             if self.sink.request(opened.handoff) != opened.request_id:
                 continue  # cancelled or refused meanwhile
@@ -417,8 +419,7 @@ class Mover(threading.Thread):
 
     def _post_failed(self, side: str, number: int, reason: str, now: float) -> None:
         self.counters["failed_transfers"] += 1
-        machine = self.source.write_failed if side == "source" else self.sink.read_failed
-        self._run(machine(number, reason, now))
+        self._run((self.source.write_failed if side == "source" else self.sink.read_failed)(number, reason, now))
 
     def _act_on_notification(self, frm: str, packed: bytes, now: float) -> None:
         written = messages.unpack_written(packed)
@@ -450,8 +451,7 @@ class Mover(threading.Thread):
                     self._recorder.note(action, now)
 
     def _finish(self, action: SourceFinished | SinkFinished) -> None:
-        if isinstance(action, SinkFinished):
-            self._openings.closed(action.handoff)
+        self._openings.closed(action.handoff)
         self._recorder.ended(action, self._clock())  # first: whoever sees the engine's answer may look at the record
         self.results.put(action)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -14,6 +14,7 @@ from kvxfer.addresses import endpoint, reachable, shown_at
 from kvxfer.errors import RemoteProtocolError, TransportError
 from kvxfer.layout.card import RankCard
 from kvxfer.protocol import messages
+from kvxfer.protocol.fields import MAX_MESSAGE_BYTES
 from kvxfer.protocol.ids import RankId
 from kvxfer.transport.commands import EngineAddress
 from kvxfer.transport.links import Links
@@ -40,10 +41,11 @@ class RankReport:
 
 @dataclass(frozen=True, slots=True)
 class EngineReport:
-    """What all ranks of an engine say."""
+    """What all ranks of an engine say. ``counters`` are those of its scheduler process: of reuse, and of the control channel."""
 
     engine: str
     ranks: list[RankReport]
+    counters: dict[str, int] = field(default_factory=dict)
 
     @property
     def records(self) -> list[HandoffRecord]:
@@ -72,7 +74,8 @@ def fetch_records(
             card = RankCard.from_builtins(report.card)
             records = msgspec.convert(report.records, list[HandoffRecord])
             reports.append(RankReport(report.rank, card.cache, card.backend, report.counters, records))
-    return EngineReport(directory.engine, reports)
+        front = asker.ask(host, port, messages.ReportAsk(0), messages.Report)
+    return EngineReport(directory.engine, reports, front.counters)
 
 
 class _Asker:
@@ -89,7 +92,7 @@ class _Asker:
         with self.context.socket(zmq.DEALER) as dealer:
             dealer.linger = 0
             dealer.setsockopt(zmq.IPV6, int(":" in host))
-            dealer.setsockopt(zmq.MAXMSGSIZE, messages.MAX_MESSAGE_BYTES)
+            dealer.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
             try:
                 dealer.connect(endpoint(host, port))
             except zmq.ZMQError as error:

@@ -36,15 +36,16 @@ class Recorder:
     def opened(self, opened: cmd.SinkOpen, backend: str) -> None:
         """Note that the engine has allocated blocks for what another engine prefills."""
         record = self._book.open("sink", opened.handoff, self._rank, self._mode)
-        record.request_id, record.backend = opened.request_id, backend
+        record.request_id, record.backend, record.mode = opened.request_id, backend, opened.mode or self._mode
         record.tokens = opened.end - opened.start
         record.blocks = self._cache.blocks_for(opened.start, opened.end)
         record.times.expected, record.times.allocated = opened.heard, opened.allocated
 
     def note(self, note: Note, now: float) -> None:
         """Note what a machine says."""
-        if note.side == "source" and note.what in ("expected", "registered"):
-            self._book.open("source", note.handoff, self._rank, self._mode)
+        if note.side == "source" and note.what in ("expected", "registered", "held"):
+            opened = self._book.open("source", note.handoff, self._rank, self._mode)
+            opened.mode = "pull" if note.what == "held" else opened.mode
         record = self._book.get(note.side, note.handoff)
         if record is None:
             return
@@ -60,7 +61,7 @@ class Recorder:
                 if note.detail != "done":
                     record.outcome = note.what
             case "expired" | "closed":  # ended, and the engine was owed nothing
-                self._book.end("source", note.handoff, note.what, note.detail, now)
+                self._book.end("source", note.handoff, "done" if note.detail == "done" else note.what, note.detail, now)
 
     def posted(self, action: PostWrite | PostRead, posted: InFlight, now: float) -> None:
         """Note that a transfer is under way."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvxfer.platform import Fence
-    from kvxfer.transport.commands import SinkOpen, SourceFinish, SourceProgress, Step
+    from kvxfer.transport.commands import SinkOpen, SourceFinish, SourceHeld, SourceProgress, Step
 
 
 @dataclass(slots=True)
@@ -33,12 +33,12 @@ class Steps:
     def __init__(self) -> None:
         self._sources: deque[_Pending] = deque()
         self._sinks: deque[tuple[Fence, list[SinkOpen]]] = deque()
+        self._held: deque[tuple[Fence | None, SourceHeld]] = deque()
 
     def begin(self, step: Step, fence: Fence) -> None:
         """Queue a step's parts. ``fence`` covers everything launched before this step."""
-        if self._sources and self._sources[-1].fence is None:
-            # The runner ended the previous step without telling: its work was launched before this fence.
-            self._sources[-1].fence = fence
+        self.end(fence)  # the runner ended the previous step without telling: its work was launched before this fence
+        self._held.extend((None if one.computing else fence, one) for one in step.held)
         if step.preempted:
             gone = set(step.preempted)
             for pending in self._sources:
@@ -57,6 +57,13 @@ class Steps:
         """Note the fence behind the last begun step's work."""
         if self._sources and self._sources[-1].fence is None:
             self._sources[-1].fence = fence
+        if self._held:
+            self._held = deque((fence if theirs is None else theirs, one) for theirs, one in self._held)
+
+    def passed_held(self) -> Iterator[SourceHeld]:
+        """Take what is held for readers, and nothing launched can write into any more."""
+        while self._held and (fence := self._held[0][0]) is not None and fence.done():
+            yield self._held.popleft()[1]
 
     def passed_sources(self) -> Iterator[tuple[list[SourceFinish], list[SourceProgress]]]:
         """Take the steps whose fences, and all earlier ones, have passed. A step's requests finish before it computes."""
@@ -79,4 +86,4 @@ class Steps:
 
     def __bool__(self) -> bool:
         """Tell whether anything waits for a fence."""
-        return bool(self._sources or self._sinks)
+        return bool(self._sources or self._sinks or self._held)

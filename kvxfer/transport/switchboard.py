@@ -369,9 +369,10 @@ class Switchboard:
                     self._introductions.forget(address)
                     self._report(self._dialer.refused(address, "that is this engine itself"))
                     return
+                self._lose(self.sessions.replaced(sender))
                 for rank in message.ranks:
                     self._lose(self.sessions.replaced(RankId(message.engine, rank.incarnation, rank.rank)))
-                self._report(self._dialer.directory(address, message, now))
+                self._report(self._dialer.directory(address, message, now, sender))
             case messages.Refused(reason):
                 self._hang_up(route)
                 self._report(self._dialer.refused(address, reason))

@@ -30,7 +30,9 @@ def test_both_ways_lead_to_one_class(name: str) -> None:
     )
     assert by_name is by_path
     assert issubclass(by_name, KVConnectorBase_V1)
-    assert by_name.mode == name.removeprefix("Kvxfer").removesuffix("Connector").lower()
+    kind = name.removeprefix("Kvxfer").removesuffix("Connector").lower()
+    assert by_name.mode == {"bidirectional": "push"}.get(kind, kind)
+    assert by_name.implied == ({"bidirectional_kv_xfer": True} if kind == "bidirectional" else {})
 
 
 def test_the_entry_point_is_declared() -> None:

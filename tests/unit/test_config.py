@@ -51,6 +51,12 @@ def test_every_setting_reaches_its_place() -> None:
         "idle_wait": 0.2,
         "poll_interval": 0.001,
         "record_capacity": 5,
+        "bidirectional_kv_xfer": True,
+        "kv_recompute_threshold": "auto",
+        "decoder_kv_blocks_ttl": 100.0,
+        "decoder_kv_idle_ttl": 10.0,
+        "reuse_pin_limit": 0.125,
+        "reuse_timeout": 0.5,
     }
     assert set(extra) == set(Settings.__struct_fields__), "a setting is not tested"
     settings, _ = settings_from(extra, {})
@@ -107,6 +113,12 @@ def test_the_process_environment_is_the_default(monkeypatch) -> None:
         ({"pull_lease": 0.0}, "pull_lease=0"),
         ({"pull_lease": 0.5}, "pull_lease=0.5 must be above 1"),
         ({"record_capacity": 0}, "record_capacity=0 must be at least 1"),
+        ({"kv_recompute_threshold": -1}, "kv_recompute_threshold=-1 must be a number of tokens"),
+        ({"kv_recompute_threshold": "some"}, "kv_recompute_threshold='some' must be a number of tokens, or \"auto\""),
+        ({"decoder_kv_idle_ttl": 2.0}, "decoder_kv_idle_ttl=2 must be above 2"),
+        ({"decoder_kv_blocks_ttl": 0.0}, "decoder_kv_blocks_ttl=0 must be above 0"),
+        ({"reuse_timeout": 0.0}, "reuse_timeout=0 must be above 0"),
+        ({"reuse_pin_limit": 1.5}, "reuse_pin_limit=1.5 must be from 0 to 1"),
         ({"heartbeat_interval": 0}, "heartbeat_interval=0 must be above 0"),
         ({"heartbeat_interval": 3.0}, "post_lease=4"),
         ({"peer_timeout": 1.0}, "peer_timeout=1"),

@@ -88,6 +88,10 @@ def transfers(actions: list) -> list[int]:
     return [a.transfer for a in actions if isinstance(a, PostWrite)]
 
 
+def blocks_of(*ids: int) -> bytes:
+    return array("i", ids).tobytes()
+
+
 def sent(actions: list, kind: type | None = None) -> list:
     return [a.message for a in actions if isinstance(a, Send) and (kind is None or isinstance(a.message, kind))]
 
@@ -984,3 +988,86 @@ def test_an_earlier_attempts_cancel_does_not_touch_a_later_one() -> None:
     rig.register(attempt=2)
     assert sent(rig.cancel(attempt=1)) == [CancelAck(H, 1)]
     assert posts(rig.complete()) == [(0, 8)]
+
+
+# --- held for a reuse -------------------------------------------------------------------------------------------------
+
+
+def test_what_is_held_is_granted_for_no_longer_than_it_is_held_and_nothing_is_owed_to_the_engine() -> None:
+    rig = Rig()
+    rig.do("hold", H, 8, blocks_of(1, 2), 125.0)
+    assert rig.source.state(H) is State.FINAL
+    (first,) = sent(rig.register(mode="pull", asked=50.0), Grant)
+    assert (first.tokens, first.blocks, first.lease) == (8, blocks_of(1, 2), 10.0)
+    rig.now = 118.0
+    (second,) = sent(rig.register(mode="pull", asked=68.0), Grant)
+    assert second.lease == 7.0, "it is let go at 125"
+    rig.now = 124.5
+    assert sent(rig.register(mode="pull", asked=74.5), Grant) == [], "too short a lease is none"
+    assert rig.source.state(H) is State.FINAL, "the reader has what it was granted"
+    rig.wait(0.5)
+    assert rig.source.state(H) is State.CLOSED
+    assert not rig.source.serving()
+    assert not any(isinstance(action, SourceFinished) for action in rig.all)
+
+
+def test_a_reader_that_has_read_ends_what_is_held() -> None:
+    rig = Rig()
+    rig.do("hold", H, 8, blocks_of(1, 2), 125.0)
+    rig.register(mode="pull")
+    rig.do("release", D, Release(H, "done"))
+    assert rig.source.state(H) is State.CLOSED
+    assert not any(isinstance(action, SourceFinished) for action in rig.all)
+    assert rig.do("hold", H, 8, blocks_of(1, 2), 125.0) == [], "it is over"
+
+
+def test_a_reader_may_come_before_what_is_held_for_it() -> None:
+    rig = Rig()
+    assert sent(rig.register(mode="pull"), Grant) == []
+    assert len(sent(rig.do("hold", H, 8, blocks_of(1, 2), 125.0), Grant)) == 1
+
+
+def test_what_is_held_for_longer_is_granted_for_longer() -> None:
+    rig = Rig()
+    rig.do("hold", H, 8, blocks_of(1, 2), 108.0)
+    assert [one.lease for one in sent(rig.register(mode="pull"), Grant)] == [8.0]
+    assert rig.do("hold", H, 8, b"", 130.0) == []
+    assert [one.lease for one in sent(rig.register(mode="pull", asked=8.0), Grant)] == [10.0]
+    rig.do("hold", H, 8, b"", 120.0)
+    rig.now = 122.0
+    (grant,) = sent(rig.register(mode="pull", asked=30.0), Grant)
+    assert (grant.lease, grant.blocks) == (8.0, blocks_of(1, 2)), "never for less than was said before"
+    rig.do("release", D, Release(H, "done"))
+    rig.do("hold", H, 8, b"", 140.0)
+    assert len(rig.source) == 0, "over is over"
+    rig.do("hold", HandoffId("never held"), 8, b"", 140.0)
+    assert len(rig.source) == 0
+
+
+def test_a_reader_that_gave_up_before_it_was_held() -> None:
+    rig = Rig()
+    rig.register(mode="pull")
+    rig.do("release", D, Release(H, "gave up"))
+    rig.do("hold", H, 8, blocks_of(1, 2), 125.0)
+    assert rig.source.state(H) is State.CLOSED
+    assert len(rig.source) == 0
+
+
+def test_a_reader_that_comes_too_late_is_refused() -> None:
+    rig = Rig()
+    rig.do("hold", H, 8, blocks_of(1, 2), 125.0)
+    rig.now = 124.5
+    (failed,) = sent(rig.register(mode="pull"), Failed)
+    assert "about to be let go" in failed.reason
+    assert rig.source.state(H) is State.CLOSED
+
+
+def test_nobody_comes_for_what_is_held() -> None:
+    rig = Rig()
+    rig.do("hold", H, 8, blocks_of(1, 2), 125.0)
+    rig.wait(24.0)
+    assert rig.source.state(H) is State.FINAL
+    rig.wait(1.0)
+    assert rig.source.state(H) is State.CLOSED
+    (failed,) = sent(rig.register(mode="pull"), Failed)
+    assert "nobody came to read" in failed.reason

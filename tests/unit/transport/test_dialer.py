@@ -151,3 +151,13 @@ def test_one_session_ends_every_call_that_waits_for_it(dialer, wires) -> None:
     told(dialer, directory("a"))
     told(dialer, directory("a"), address=other)
     assert {outcome.address for outcome in dialer.opened(R0)} == {HERE, other}
+
+
+def test_a_call_for_the_scheduler_process_greets_it_alone_where_it_answered(wires) -> None:
+    front, sender = EngineAddress("10.0.0.1", 5600, "p", front=True), RankId("p", "s", -1)
+    dialer = Dialer(wires, timeout=5.0)
+    dialer.call(front, 0.0)
+    assert list(dialer.directory(front, directory("a", "b"), 1.0, sender)) == []
+    assert wires.greeted == [(sender, "10.0.0.1", 5600)]
+    (outcome,) = dialer.opened(sender)
+    assert (outcome.address, outcome.ranks, outcome.reason) == (front, (sender,), None)

@@ -61,7 +61,7 @@ class Storm:
                 return draw.choice([list(msgspec.structs.astuple(one)), [f"new{draw.randrange(10_000)}", 0, 0]])
             case "card":
                 return draw.choice(self.cards)
-            case "blocks" | "prompt":
+            case "blocks" | "prompt" | "chain":
                 return (
                     draw.randbytes(4 * draw.choice([0, 1, 2, 100])) if draw.random() < 0.9 else draw.randbytes(1 << 16)
                 )

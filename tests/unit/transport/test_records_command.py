@@ -16,7 +16,9 @@ def asked(monkeypatch):
 
     def fetch(host, port, **options):
         asked.append((host, port, options["secret"]))
-        return EngineReport("e", [])
+        return EngineReport(
+            "e", [], {"reuse_fetched_tokens": 5984, "reuse_declined_threshold": 0, "control_refused": 3}
+        )
 
     monkeypatch.setattr(query, "fetch_records", fetch)
     for name in ("KVXFER_SECRET", "KVXFER_SECRET_FILE"):
@@ -54,3 +56,9 @@ def test_a_secret_is_read_from_a_file_and_refused_where_it_cannot_be(asked, tmp_
     result = run("h:1", "--secret-file", str(tmp_path / "none"))
     assert (result.exit_code, len(asked)) == (1, 1)
     assert "cannot be read" in result.output
+
+
+def test_what_was_taken_back_is_told_below_the_handoffs(asked) -> None:
+    result = run("h:1")
+    assert "reuse: fetched_tokens 5,984" in result.output
+    assert "threshold" not in result.output

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvxfer.layout.tables import packed
 from kvxfer.protocol.ids import HandoffId
-from kvxfer.transport.commands import EngineAddress, SinkOpen, SourceFinish, SourceProgress, Step
+from kvxfer.transport.commands import EngineAddress, SinkOpen, SourceFinish, SourceHeld, SourceProgress, Step
 from kvxfer.transport.steps import Steps
 
 
@@ -204,3 +204,34 @@ class AnyOrder(RuleBasedStateMachine):
 
 TestAnyOrder = AnyOrder.TestCase
 TestAnyOrder.settings = settings(max_examples=100, stateful_step_count=25, deadline=None)
+
+
+def held(name: str, *, computing: bool) -> SourceHeld:
+    return SourceHeld(HandoffId(name), 16, packed([1]), 9.0, computing)
+
+
+def test_what_is_held_waits_for_earlier_work_alone_unless_this_step_computes() -> None:
+    steps, before, behind = Steps(), Fence(), Fence()
+    steps.begin(Step(held=[held("idle", computing=False)]), before)
+    assert steps
+    assert list(steps.passed_held()) == []
+    before.passed = True
+    assert [one.handoff.transfer for one in steps.passed_held()] == ["idle"]
+    step = Step(held=[held("busy", computing=True)])
+    assert step
+    assert step.computing
+    steps.begin(step, before)
+    assert list(steps.passed_held()) == [], "its own work has not been launched"
+    steps.end(behind)
+    assert list(steps.passed_held()) == []
+    behind.passed = True
+    assert [one.handoff.transfer for one in steps.passed_held()] == ["busy"]
+    assert not steps
+
+
+def test_the_next_step_stands_for_the_end_of_one_that_was_not_told() -> None:
+    steps = Steps()
+    steps.begin(Step(held=[held("a", computing=True)]), Fence(passed=True))
+    assert list(steps.passed_held()) == []
+    steps.begin(Step(held=[held("b", computing=True)]), Fence(passed=True))
+    assert [one.handoff.transfer for one in steps.passed_held()] == ["a"]
