@@ -50,7 +50,8 @@ def _leftovers(process: Process, alive: set[str], missing: set[str]) -> list[str
         (mover, ("_steps",)),
         (mover.transfers, ("in_flight",)),
         (mover.records, ("_open",)),
-        *((channel.announcer, ("_expected", "_waiting")) for channel in process.channels),
+        *((channel.announcer, ("_expected",)) for channel in process.channels),
+        *((channel.announcer._courier, ("_waiting",)) for channel in process.channels),  # noqa: SLF001
     ):
         for name in names:
             kept = getattr(owner, name)
