@@ -49,7 +49,8 @@ def _leftovers(process: Process, alive: set[str], missing: set[str]) -> list[str
         (mover, ("_steps",)),
         (mover.transfers, ("in_flight",)),
         (mover.records, ("_open",)),
-        (process.scheduler.announcer, ("_expected", "_waiting")),
+        (process.scheduler.announcer, ("_expected",)),
+        (process.scheduler.announcer._courier, ("_waiting",)),  # noqa: SLF001
     ):
         for name in names:
             kept = getattr(owner, name)
