@@ -7,7 +7,7 @@
 #   --wheel  check this wheel; nothing is built
 #   --demo   let the wheel run `kvxfer doctor` and `kvxfer demo` on the vLLM of the environment that setup_env.sh makes
 #
-# In each environment: the wheel with its dependencies from the package index, no vLLM; every module is imported that needs none; the
+# In each environment: the wheel with the dependencies of the router from the package index, no vLLM; every module is imported that needs none; the
 # simulation of handoffs under faults (`kvxfer chaos`), the planner and the rails' tables run. A minute an interpreter, three for the demo.
 # Exit status 0 only if everything held. Environment: PIP_INDEX_URL and the like; KVXFER_VENV as in setup_env.sh.
 set -euo pipefail
@@ -57,7 +57,7 @@ cat >"$work/modules.py" <<'EOF'
 import importlib, pathlib, pkgutil, sys
 import kvxfer, kvxfer_cuda, kvxfer_host, kvxfer_neuron
 
-needs = {"vllm", "torch", "nixl", "nixl_cu12", "transformers", "tokenizers", "prometheus_client"}
+needs = {"vllm", "torch", "nixl", "nixl_cu12", "transformers", "tokenizers", "matplotlib"}
 done, without = 0, []
 for package in (kvxfer, kvxfer_cuda, kvxfer_host, kvxfer_neuron):
     assert "site-packages" in package.__file__, f"{package.__name__} is not the installed one: {package.__file__}"
@@ -78,7 +78,7 @@ EOF
 for python in "${pythons[@]}"; do
     venv=$work/venv-$(basename -- "$python")
     "$python" -m venv "$venv"
-    "$venv/bin/pip" install --quiet "$wheel[http]"
+    "$venv/bin/pip" install --quiet "$wheel[router]"
     (
         cd "$work"
         "$venv/bin/pip" check
