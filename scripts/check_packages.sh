@@ -78,7 +78,7 @@ EOF
 for python in "${pythons[@]}"; do
     venv=$work/venv-$(basename -- "$python")
     "$python" -m venv "$venv"
-    "$venv/bin/pip" install --quiet "$wheel[router]"
+    "$venv/bin/pip" install --quiet "${wheel}[router]"
     (
         cd "$work"
         "$venv/bin/pip" check
