@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 PYTHON = os.environ.get("KVXFER_E2E_PYTHON", sys.executable)
 
 
+@pytest.mark.slow
 def test_push_and_pull_beside_one_engine_alone(tmp_path) -> None:
     out = tmp_path / "pd.json"
     done = CliRunner().invoke(

@@ -23,7 +23,7 @@ STAGED_TOKENS = 2560
 
 MODES = [
     pytest.param(("push", 32, 128), id="push-32-128"),
-    pytest.param(("pull", 128, 32), id="pull-128-32"),
+    pytest.param(("pull", 128, 32), id="pull-128-32", marks=pytest.mark.slow),
     pytest.param(("push", 128, 32), id="push-128-32", marks=pytest.mark.slow),
     pytest.param(("pull", 32, 128), id="pull-32-128", marks=pytest.mark.slow),
 ]

@@ -111,7 +111,7 @@ class Conversing:
             await asyncio.sleep(0.1)
 
 
-@pytest.fixture(scope="module", params=["push", "pull"])
+@pytest.fixture(scope="module", params=["push", pytest.param("pull", marks=pytest.mark.slow)])
 def talk(request, bench_model, tmp_path_factory) -> Iterator[Conversing]:
     mode = request.param
     prefill, decode = engines.pair_specs(

@@ -11,7 +11,16 @@ from kvxfer.bench import vllm_serve
 from kvxfer.bench.engines import MODEL_NAME
 from tests.e2e.conftest import PYTHON, Pair, prompt
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.timeout(400),
+    pytest.mark.parametrize(
+        "pair",
+        [pytest.param(("push", PYTHON), id="push"), pytest.param(("pull", PYTHON), id="pull", marks=pytest.mark.slow)],
+        indirect=True,
+        scope="module",
+    ),
+]
 
 
 def test_openais_client_library(pair: Pair) -> None:
