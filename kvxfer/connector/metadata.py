@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+import msgspec
 
 from kvxfer.connector import compat
 from kvxfer.protocol.messages import RankAddress  # noqa: TC001 - pickled and rebuilt by vLLM
-from kvxfer.transport.commands import Step  # noqa: TC001 - likewise
+from kvxfer.transport.commands import Step
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 class StepMetadata(compat.base_of("KVConnectorMetadata")):  # type: ignore[misc]  # vLLM is not typed where the checks run
@@ -17,6 +22,21 @@ class StepMetadata(compat.base_of("KVConnectorMetadata")):  # type: ignore[misc]
 
     def __init__(self, step: Step) -> None:
         self.step = step
+
+    def __reduce__(self) -> tuple[Callable[..., StepMetadata], tuple[bytes | Step]]:
+        """Pickle it as one string of bytes: by its parts, pickle looks up each of their classes, in both processes."""
+        try:
+            return _read, (_packed(self.step),)
+        except UnicodeEncodeError:  # a name that is no text: pickle takes it
+            return StepMetadata, (self.step,)
+
+
+_packed = msgspec.msgpack.Encoder().encode
+_unpacked = msgspec.msgpack.Decoder(Step).decode
+
+
+def _read(packed: bytes) -> StepMetadata:
+    return StepMetadata(_unpacked(packed))
 
 
 NOTHING: Final = ()

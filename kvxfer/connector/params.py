@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
+
+from msgspec import structs
 
 from kvxfer.addresses import AddressError, check_host, is_wildcard
 from kvxfer.addresses import parse as parse_address
@@ -62,7 +64,7 @@ def parse(request_id: str, params: object) -> SourceParams | SinkParams | PlainP
     prefill, decode = _flag(params, "do_remote_prefill"), _flag(params, "do_remote_decode")
     if not (prefill or decode):
         before = _address(params, "reuse")
-        return None if before is None else PlainParams(replace(before, front=True))
+        return None if before is None else PlainParams(structs.replace(before, front=True))
     if prefill and decode:
         raise ParamsError("do_remote_prefill and do_remote_decode are both true: a leg is one or the other")
     transfer = _text(params, "transfer_id")
@@ -73,7 +75,7 @@ def parse(request_id: str, params: object) -> SourceParams | SinkParams | PlainP
         if before is None:  # upstream's way: the params of decode's answer to the turn before, handed to this one
             with contextlib.suppress(ParamsError):  # which no connector without this has ever read
                 before = _address(params, "remote")
-        before = None if before is None or probe else replace(before, front=True)
+        before = None if before is None or probe else structs.replace(before, front=True)
         return SourceParams(handoff, probe, _peers(params) if probe else (), before)
     handoff = _handoff(request_id, transfer, _text(params, "remote_request_id"))
     source = _address(params, "remote")

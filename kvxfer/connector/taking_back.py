@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import logging
 import secrets
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
+
+from msgspec import structs
 
 from kvxfer.config import LEAST_IDLE
 from kvxfer.connector import compat
@@ -156,7 +158,7 @@ class TakingBack:
         lease = _Lease(one.address, every, now + every)
         self._control.call(lambda _now: self._leases.__setitem__(one.handoff, lease), wake=False)
         blocks = self._tables.spanning(tables, start, end)
-        ranks = replace(one.address, front=False)
+        ranks = structs.replace(one.address, front=False)
         return SinkOpen(one.handoff, request.request_id, ranks, start, end, blocks, one.heard, now, mode="pull")
 
     def loaded(self, request_ids: Sequence[str], failed: set[int], now: float) -> None:

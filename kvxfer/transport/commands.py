@@ -1,17 +1,22 @@
-"""What is put into a mover's mailbox, and by whom. Blocks are named by a request's packed tables (``layout/tables``)."""
+"""What is put into a mover's mailbox, and by whom. Blocks are named by a request's packed tables (``layout/tables``).
+
+A ``Step`` is carried by vLLM from the scheduler's process to the workers, in one string of bytes (``connector/metadata.py``).
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from kvxfer.addresses import shown_at
-from kvxfer.protocol.ids import shown
+from kvxfer.protocol.ids import HandoffId, shown
 
 if TYPE_CHECKING:
     from kvxfer.layout.card import RankCard
     from kvxfer.platform import Fence
-    from kvxfer.protocol.ids import HandoffId, RankId
+    from kvxfer.protocol.ids import RankId
     from kvxfer.protocol.messages import AnyMessage
 
 
@@ -22,8 +27,7 @@ So decode's prompt may be a token longer or shorter than prefill's, as where a p
 """
 
 
-@dataclass(frozen=True, slots=True)
-class EngineAddress:
+class EngineAddress(msgspec.Struct, frozen=True):
     """Where an engine's control channel listens, and which engine is expected there (empty: any)."""
 
     host: str
@@ -40,8 +44,7 @@ class EngineAddress:
 # --- from the engine thread: what a scheduler decided, made by the scheduler half and carried by vLLM ---------------------
 
 
-@dataclass(frozen=True, slots=True)
-class SourceStart:
+class SourceStart(msgspec.Struct, frozen=True):
     """A request whose KV another engine wants was admitted; ``heard`` is when (monotonic seconds).
 
     ``prompt`` digests everything that shapes the KV of the prompt, of the prompt without its last token, and so on; empty when
@@ -55,8 +58,7 @@ class SourceStart:
     prompt: tuple[bytes, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class SourceProgress:
+class SourceProgress(msgspec.Struct, frozen=True):
     """After this step positions [0, final) are final; ``blocks`` (packed) extend the request's block tables."""
 
     request_id: str
@@ -64,8 +66,7 @@ class SourceProgress:
     final: int
 
 
-@dataclass(frozen=True, slots=True)
-class SourceFinish:
+class SourceFinish(msgspec.Struct, frozen=True):
     """The engine is done with a source's request; ``held``: it keeps the blocks until told otherwise.
 
     ``token``: of blocks that the request does not have any more (see Step). ``withheld``: progress that was not told before,
@@ -79,8 +80,7 @@ class SourceFinish:
     withheld: SourceProgress | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class SourceHeld:
+class SourceHeld(msgspec.Struct, frozen=True):
     """Blocks of no request are kept for the READ of a handoff until ``until``: positions [0, tokens) are final in them.
 
     ``computing``: this step may still write into them, so that its own fence has to pass first.
@@ -93,8 +93,7 @@ class SourceHeld:
     computing: bool
 
 
-@dataclass(frozen=True, slots=True)
-class SinkOpen:
+class SinkOpen(msgspec.Struct, frozen=True):
     """``blocks`` (packed tables) were allocated for positions [start, end) of a request that another engine prefills.
 
     ``prompt`` digests everything that shapes the KV of positions [0, end); empty when it is not known. ``mode`` is who moves
@@ -113,16 +112,14 @@ class SinkOpen:
     mode: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class SinkCancel:
+class SinkCancel(msgspec.Struct, frozen=True):
     """The engine wants a sink's request no more."""
 
     request_id: str
     reason: str
 
 
-@dataclass(slots=True)
-class Step:
+class Step(msgspec.Struct):
     """What one engine step changes. An empty step is not sent.
 
     ``introduced``: engines to stay connected with from now on.
@@ -130,15 +127,15 @@ class Step:
     ``bell``: in the first of all, what to ring when there are results (``connector/idling.py``).
     """
 
-    preempted: list[str] = field(default_factory=list)
-    tokens: dict[str, int] = field(default_factory=dict)
-    started: list[SourceStart] = field(default_factory=list)
-    finished: list[SourceFinish] = field(default_factory=list)
-    progress: list[SourceProgress] = field(default_factory=list)
-    opened: list[SinkOpen] = field(default_factory=list)
-    cancelled: list[SinkCancel] = field(default_factory=list)
-    introduced: list[EngineAddress] = field(default_factory=list)
-    held: list[SourceHeld] = field(default_factory=list)
+    preempted: list[str] = []
+    tokens: dict[str, int] = {}
+    started: list[SourceStart] = []
+    finished: list[SourceFinish] = []
+    progress: list[SourceProgress] = []
+    opened: list[SinkOpen] = []
+    cancelled: list[SinkCancel] = []
+    introduced: list[EngineAddress] = []
+    held: list[SourceHeld] = []
 
     bell: str = ""
 

@@ -17,6 +17,8 @@ from collections import OrderedDict
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+from msgspec import structs
+
 from kvxfer.errors import RemoteProtocolError
 from kvxfer.protocol import messages
 from kvxfer.protocol.ids import RankId, shown
@@ -439,7 +441,7 @@ class Switchboard:
                     self._introductions.lost(rank, self._now)
             self._listener.on_outcome(outcome)
             if outcome.ranks and not outcome.address.engine:  # requests will name it
-                named = replace(outcome.address, engine=outcome.ranks[0].engine)
+                named = structs.replace(outcome.address, engine=outcome.ranks[0].engine)
                 self._listener.on_outcome(replace(outcome, address=named))
 
     def _say_in(self, session: Session, message: messages.Message) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 
 import pytest
@@ -9,7 +10,17 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from kvxfer.connector.metadata import NOTHING, StepMetadata
-from kvxfer.transport.commands import SinkCancel, Step
+from kvxfer.protocol.ids import HandoffId
+from kvxfer.transport.commands import (
+    EngineAddress,
+    SinkCancel,
+    SinkOpen,
+    SourceFinish,
+    SourceHeld,
+    SourceProgress,
+    SourceStart,
+    Step,
+)
 from kvxfer.transport.twin import TwinFabric
 from tests.contract.test_hooks import check, decode_leg, engines, prefill_leg, prompt, run, tiny  # noqa: F401 - fixtures
 
@@ -23,8 +34,31 @@ def test_nothing_takes_no_more_than_a_byte_and_is_not_none():
     assert not pickle.loads(pickle.dumps(NOTHING, pickle.HIGHEST_PROTOCOL)), "by that the workers know it"
 
 
-def test_a_step_that_changes_something_arrives_whole():
-    step = Step(cancelled=[SinkCancel("d", "gave up")])
+FULL = Step(
+    preempted=["p"],
+    tokens={"p": 7},
+    started=[SourceStart(HandoffId("t", 1, 2), "p", 100, 1.5, (b"a" * 16, b"b" * 16))],
+    finished=[SourceFinish("p", None, True, 3, SourceProgress("p", b"1234", 5))],
+    progress=[SourceProgress("p", b"12345678", 64)],
+    opened=[
+        SinkOpen(HandoffId("t"), "d", EngineAddress("::1", 5600, "e", True), 0, 99, b"1234", 1.0, 2.0, b"c", "pull")
+    ],
+    cancelled=[SinkCancel("d", "gave up")],
+    introduced=[EngineAddress("host", 1, "")],
+    held=[SourceHeld(HandoffId("r"), 32, b"12345678", math.inf, True)],
+    bell="kvxfer-bell",
+)
+
+
+def test_every_field_of_a_step_is_tested():
+    empty = Step()
+    assert [name for name in Step.__struct_fields__ if getattr(FULL, name) == getattr(empty, name)] == []
+
+
+@pytest.mark.parametrize(
+    "step", [FULL, Step(), Step(cancelled=[SinkCancel("\ud800", "no text")])], ids=["full", "empty", "odd"]
+)
+def test_a_step_that_changes_something_arrives_whole(step):
     read = pickle.loads(pickle.dumps(StepMetadata(step)))
     assert read, "what is false changes nothing"
     assert read.step == step

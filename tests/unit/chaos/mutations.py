@@ -72,7 +72,7 @@ def preemption_forgets_what_waits(patch):
         patch,
         steps.Steps,
         "begin",
-        lambda original: lambda self, step, fence: original(self, dataclasses.replace(step, preempted=[]), fence),
+        lambda original: lambda self, step, fence: original(self, msgspec.structs.replace(step, preempted=[]), fence),
     )
 
 
