@@ -11,6 +11,8 @@ from kvxfer.chaos.profile import CYCLE, introduced, parallel, seeds_of
 from kvxfer.chaos.simulation import Simulation
 from tests.unit.chaos.mutations import BEHIND_ANOTHER, MUTATIONS, NOT_MET
 
+pytestmark = pytest.mark.timeout(400)  # the rarest world is found after half a minute on a quiet machine
+
 FOUND_IN = {
     "calm": ("no_post_fence", "early_registrations_are_forgotten", "finished_twice"),
     "mixed": (
