@@ -15,13 +15,12 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
-import queue
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from kvxfer.connector.private import caller_with
 from kvxfer.errors import ConfigError
 from kvxfer.layout.ranks import Shard, heads_of
 from kvxfer.layout.tables import Shape, Tables
@@ -382,11 +381,7 @@ def whole_load_failures() -> Callable[[str], None]:
     """
     if features().failed_requests:
         return lambda _request_id: None  # the workers have said so themselves
-    frame, scheduler = sys._getframe(1), None  # noqa: SLF001 - vLLM hands its scheduler to nobody
-    while scheduler is None and frame.f_back is not None:
-        frame = frame.f_back
-        caller = frame.f_locals.get("self")
-        scheduler = caller if hasattr(caller, "failed_recving_kv_req_ids") else None
+    scheduler = caller_with("failed_recving_kv_req_ids")
     failed: Any = getattr(scheduler, "failed_recving_kv_req_ids", None)
     errors: Any = getattr(scheduler, "grammar_compile_error_reqs", None)
     recomputes = getattr(scheduler, "recompute_kv_load_failures", None)
@@ -441,25 +436,6 @@ def drop_params(request: Any) -> None:
     if extra and "kv_transfer_params" in extra:
         sampling = request.sampling_params = copy.copy(sampling)  # the caller's own, where the engine is in its process
         sampling.extra_args = {key: value for key, value in extra.items() if key != "kv_transfer_params"}
-
-
-def engine_inbox(vllm_config: Any) -> queue.Queue[Any] | None:
-    """Return the queue through which everything reaches the engine core that is making us; None where it may not wait at it.
-
-    vLLM hands it to nobody (0.24 to 0.32: ``EngineCoreProc.input_queue``, made before the scheduler). An engine core that runs in
-    its client's process has none. Where other parts want steps for themselves none is returned: several connectors in one,
-    a connector for encoder outputs, ranks of a data-parallel engine that step together.
-    """
-    alone = vllm_config.parallel_config.data_parallel_size == 1 and not getattr(vllm_config, "ec_transfer_config", None)
-    frame = sys._getframe(1) if alone else None  # noqa: SLF001 - see above
-    while frame is not None:
-        caller = frame.f_locals.get("self")
-        if hasattr(caller, "_connectors"):
-            return None
-        if isinstance(inbox := getattr(caller, "input_queue", None), queue.Queue):
-            return inbox
-        frame = frame.f_back
-    return None
 
 
 def batches_in_flight(vllm_config: Any) -> int:

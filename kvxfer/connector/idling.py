@@ -21,7 +21,7 @@ import socket
 import threading
 from typing import TYPE_CHECKING, Any
 
-from kvxfer.connector import compat
+from kvxfer.connector import compat, private
 
 if TYPE_CHECKING:
     import queue
@@ -38,6 +38,7 @@ class Bell:
         self._inbox = inbox
         self._missing = set(range(ranks))
         self._rung = False
+        self._closed = False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.bind(_abstract(self.name))
         threading.Thread(target=self._listen, name="kvxfer-bell", daemon=True).start()
@@ -55,11 +56,13 @@ class Bell:
 
     def close(self) -> None:
         """End the thread."""
+        self._closed = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def _listen(self) -> None:
-        while rank := self._socket.recv(8):
+        while not self._closed:
+            rank = self._socket.recv(8)  # nothing at all, too, from somebody else on this host: it only costs a step
             with self._inbox.not_empty:
                 self._missing.discard(int.from_bytes(rank, "big") - 1)
                 self._rung = True
@@ -95,7 +98,7 @@ class Idling:
     def __init__(self, vllm_config: Any, limit: float) -> None:
         self.limit = limit
         parallel = vllm_config.parallel_config
-        inbox = compat.engine_inbox(vllm_config) if limit > 0 else None
+        inbox = private.own_inbox(vllm_config) if limit > 0 else None
         ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         self._bell: Bell | None = None
         with contextlib.suppress(OSError):

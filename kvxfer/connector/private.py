@@ -11,19 +11,40 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-_Found = Any
+    from collections.abc import Callable, Iterator
 
 
-def _caller_with(*names: str) -> _Found:
-    frame = sys._getframe(2)  # noqa: SLF001 - see above
+def caller_with(*names: str) -> Any:
+    """Return the nearest object that called whoever asks and has attributes of all these names; None where there is none."""
+    return next((caller for caller in _callers() if all(hasattr(caller, name) for name in names)), None)
+
+
+def _callers() -> Iterator[Any]:
+    """Iterate over the objects whose methods are being run, the innermost first."""
+    frame = sys._getframe(1)  # noqa: SLF001 - see above
     while frame is not None:
-        caller = frame.f_locals.get("self")
-        if caller is not None and all(hasattr(caller, name) for name in names):
-            return caller
+        if (caller := frame.f_locals.get("self")) is not None:
+            yield caller
         frame = frame.f_back  # type: ignore[assignment]
-    return None
+
+
+def inbox() -> queue.Queue[Any] | None:
+    """Return the queue through which everything reaches the engine core that is making us (0.24 to 0.32, ``input_queue``).
+
+    It is made before the scheduler; an engine core that runs in its client's process has none.
+    """
+    found = getattr(caller_with("input_queue"), "input_queue", None)
+    return found if isinstance(found, queue.Queue) else None
+
+
+def own_inbox(vllm_config: Any) -> queue.Queue[Any] | None:
+    """Return ``inbox()`` where a connector may let its engine core wait at it; None where other parts want steps of it.
+
+    Those are several connectors in one, a connector for encoder outputs, ranks of a data-parallel engine that step together.
+    """
+    if vllm_config.parallel_config.data_parallel_size > 1 or getattr(vllm_config, "ec_transfer_config", None):
+        return None
+    return None if caller_with("_connectors") is not None else inbox()
 
 
 def waker() -> Callable[[], None] | None:
@@ -32,16 +53,15 @@ def waker() -> Callable[[], None] | None:
     An idle core sleeps in its input queue and asks no connector anything. ``WAKEUP`` is what its own signal handler puts there
     (0.26 to 0.32, v1/engine/core.py). To be called while the connector is constructed.
     """
-    core = _caller_with("input_queue")
-    inbox = getattr(core, "input_queue", None)
+    found = inbox()
     try:
         from vllm.v1.engine import EngineCoreRequestType
     except ImportError:
         return None
     word = getattr(EngineCoreRequestType, "WAKEUP", None)
-    if not isinstance(inbox, queue.Queue) or word is None:
+    if found is None or word is None:
         return None
-    return lambda: inbox.put_nowait((word, None))
+    return lambda: found.put_nowait((word, None))
 
 
 def reservations() -> Callable[[], int] | None:
@@ -50,7 +70,7 @@ def reservations() -> Callable[[], int] | None:
     A load is admitted only beside them (0.26 to 0.32, v1/core/sched/scheduler.py ``_inflight_prefill_reserved_blocks``), and the
     watermark, if any. To be called while the block pool is handed over.
     """
-    scheduler = _caller_with("_inflight_prefill_reserved_blocks", "kv_cache_manager")
+    scheduler = caller_with("_inflight_prefill_reserved_blocks", "kv_cache_manager")
     if scheduler is None:
         return None
     watermark = getattr(scheduler.kv_cache_manager, "watermark_blocks", 0)

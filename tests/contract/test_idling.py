@@ -7,6 +7,7 @@ counted, no time is measured.
 from __future__ import annotations
 
 import queue
+import socket
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -175,13 +176,13 @@ def test_where_it_may_not_wait_it_makes_steps(engines, monkeypatch, other) -> No
     elif other == "off":
         settings["idle_wait"] = 0
     elif other == "several engines that step together":
-        original = idling.compat.engine_inbox
+        original = idling.private.own_inbox
 
         def seen(vllm_config: Any) -> Any:
             vllm_config.parallel_config.data_parallel_size = 2
             return original(vllm_config)
 
-        monkeypatch.setattr(idling.compat, "engine_inbox", seen)
+        monkeypatch.setattr(idling.private, "own_inbox", seen)
 
     class Several:
         def __init__(self) -> None:
@@ -199,3 +200,17 @@ def test_where_it_may_not_wait_it_makes_steps(engines, monkeypatch, other) -> No
     for _ in range(100):
         d.step()  # would sleep for an hour
     assert d.busy
+
+
+def test_an_empty_datagram_of_a_stranger_does_not_stop_the_bell() -> None:
+    bell = idling.Bell(queue.Queue(), ranks=1)
+    ringer = idling.Ringer(bell.name, 0)
+    until(lambda: not bell._missing, "the rank is not heard")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
+        stranger.sendto(b"", b"\0" + bell.name.encode())
+    until(lambda: bell._rung, "nothing was heard")
+    bell.wait(3600)  # at once, since it was rung
+    bell.wait(0.01)
+    ringer.ring()
+    until(lambda: bell._rung, "the bell is heard no more")
+    bell.close()
