@@ -3,7 +3,8 @@
 Everybody else puts commands into its mailbox and takes results out of another; nobody waits for it, and it waits for nobody.
 While something is under way (a transfer, an announced write, a fence that has not passed) it looks every ``poll`` seconds, since
 NIXL's own progress thread is off, and every ``WATCH`` seconds while something might be: each look takes the interpreter's lock.
-With nothing under way it sleeps in its mailbox, and a command wakes it at once.
+With nothing under way it sleeps in its mailbox, and a command wakes it at once. So it does while the engine's thread launches a
+step, whose fence is yet to be recorded: what a look takes then, the launches lack.
 
 When the agent says that some connection broke, nobody is posted to before having proved to live (``reach``): leases are
 suspended, and what proves less is dropped. ``check`` is for what remains.
@@ -234,7 +235,7 @@ class Mover(threading.Thread):
         """Seconds to sleep in the mailbox; None for as long as nothing comes."""
         if self._revoking is not None:
             return self.settings.poll if self.transfers.in_flight else TICK
-        if self.transfers.in_flight or self._steps or self._staging.packing():
+        if self.transfers.in_flight or self._steps.recorded() or self._staging.packing():
             return self.settings.poll
         return self._progress() or (TICK if len(self.source) or len(self.sink) or len(self._approaches) else None)
 
