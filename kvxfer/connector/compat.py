@@ -371,6 +371,13 @@ def transfer_results(sent: set[str] | None, received: set[str] | None, failed: s
     )
 
 
+def received(requests: set[str]) -> Any:
+    """Make what the scheduler is told of loads that have ended."""
+    from vllm.v1.outputs import KVConnectorOutput
+
+    return KVConnectorOutput(finished_recving=requests)
+
+
 def whole_load_failures() -> Callable[[str], None]:
     """Return what tells vLLM that a request's whole load has failed. Raises ConfigError where that is not possible.
 

@@ -24,7 +24,7 @@ from kvxfer.layout.maps import spell
 from kvxfer.layout.route import StagingArea
 from kvxfer.layout.tables import Tables
 from kvxfer.platform import platform_for
-from kvxfer.protocol.actions import SourceFinished, SourceQuiet
+from kvxfer.protocol.actions import SinkFinished, SourceFinished, SourceQuiet
 from kvxfer.protocol.messages import RankAddress
 from kvxfer.rails.pinning import WorkerRails
 from kvxfer.transport import commands as cmd
@@ -34,7 +34,7 @@ from kvxfer.transport.rank import RankThreads
 from kvxfer.transport.secret import load_secret
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Container, Mapping
 
     from kvxfer.config import Settings
     from kvxfer.layout.maps import CacheMap
@@ -223,6 +223,28 @@ class WorkerHalf:
                 else:
                     self._failed_requests.add(done.request_id)
         return sent or None, received or None
+
+    def take_whole_loads(self, wanted: Container[str]) -> set[str]:
+        """Return the sinks among those wanted whose load has succeeded, each once; ``take_finished`` returns the rest."""
+        if self._threads is None:
+            return set()
+        results = self._threads.mover.results
+        received, left = set(), []
+        while results:
+            done = results.popleft()
+            if (
+                isinstance(done, SinkFinished)
+                and done.reason is None
+                and done.request_id in wanted
+                and done.request_id not in self._cancelled
+            ):
+                received.add(done.request_id)
+                self._opened.pop(done.request_id, None)
+            else:
+                left.append(done)
+        if left:
+            results.extendleft(reversed(left))
+        return received
 
     def take_failed_blocks(self) -> set[int]:
         """Return the blocks whose load failed, for requests that ``take_finished`` has just returned."""
