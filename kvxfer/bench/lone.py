@@ -32,7 +32,6 @@ from kvxfer_host import HostPlatform
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvxfer.platform import Platform
     from kvxfer.protocol.auth import Secret
     from kvxfer.transport.agent import Agent
     from kvxfer.transport.records import HandoffRecord
@@ -80,7 +79,7 @@ class LoneRank:
         num_blocks: int = 64,
         block_size: int = 4,
         block_bytes: int = 256,
-        platform: Platform | None = None,
+        platform: HostPlatform | None = None,
         timing: Timing | None = None,
         model: str = "lone",
         backend: str = "LIBFABRIC",

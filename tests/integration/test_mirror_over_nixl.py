@@ -71,7 +71,7 @@ def test_what_a_stopped_source_writes_late_stays_in_the_mirror(peers) -> None:
     p, d = peers("p", env=late, **size), peers("d", revoke=False, env=late, **size)
     p("fill", blocks=BLOCKS, seed=1)
     d("open", handoff="h", request="d", engine="p", port=p.port, blocks=BLOCKS, tokens=4 * len(BLOCKS))
-    stop_in_mid_write(p, d)
+    stop_in_mid_write(p, d, 90.0)
     assert "nothing heard from it" in d("wait", request="d")
     d("fill", blocks=BLOCKS, seed=9)
     mine = d("digest", blocks=BLOCKS)
