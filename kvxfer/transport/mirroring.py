@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from kvxfer.errors import KvxferError
+from kvxfer.errors import TransportError
 from kvxfer.layout.mirror import Mirrored, MirroredSlots, Reflection
 from kvxfer.layout.positions import NULL_BLOCK
 from kvxfer.layout.tables import Tables
@@ -246,9 +246,10 @@ class Mirroring:
                 return
             copies = self._of_share(share).copies(table, span, start, end, source=True)
             waiting.fences.append(self._copy(copies, inward=False))
+        except TransportError as error:
+            waiting.failed = str(error)  # there is no way to this peer, or none any more
         except Exception as error:
-            if not isinstance(error, KvxferError):
-                logger.exception("handoff %s: its KV could not be copied to host memory", waiting.handoff)
+            logger.exception("handoff %s: its KV could not be copied to host memory", waiting.handoff)
             waiting.failed = _why(error)
 
     def _ids(self, table: bytes, first: int, start: int, end: int) -> set[int]:
@@ -304,22 +305,20 @@ class Mirroring:
         self._reads[action.transfer] = _Read(action.handoff, action.frm, len(cuts) - 1)
         return [replace(action, start=a, end=b) for a, b in itertools.pairwise(cuts)]
 
-    def read(self, number: int, span: tuple[int, int] | None, reason: str | None) -> tuple[bool, str | None]:
-        """Note the end of (a part of) a read: of these positions, or why it failed.
-
-        Returns whether all of it has ended, and why one part failed, if one did.
-        """
+    def read(self, number: int, span: tuple[int, int] | None, reason: str | None, now: float) -> Iterator[Action]:
+        """Handle the end of a read, or of a part of it: of these positions, or why it failed. The sink hears of the whole."""
         one = self._reads.get(number)
-        if one is None:
-            return True, reason
-        one.left -= 1
-        one.failed = one.failed or reason
-        if one.failed is None and span is not None:
-            self._in(one.handoff, one.frm, *span)
-        if one.left:
-            return False, None
-        del self._reads[number]
-        return True, one.failed
+        if one is not None:
+            one.left -= 1
+            one.failed = one.failed or reason
+            if one.failed is None and span is not None:
+                self._in(one.handoff, one.frm, *span)
+            if one.left:
+                return
+            del self._reads[number]
+            reason = one.failed
+        sink = self._sink
+        yield from sink.read_done(number, now) if reason is None else sink.read_failed(number, reason, now)
 
     def _hold_end(self, action: SinkFinished) -> bool:
         one = self._arriving.get(action.handoff)

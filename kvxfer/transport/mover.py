@@ -420,20 +420,14 @@ class Mover(threading.Thread):
             self._linger_until = now + LINGER
             self._run(self.source.written(one.number, now))
         else:
-            self._read_ended(one.number, one.span, None, now)
+            self._run(self._mirroring.read(one.number, one.span, None, now))
 
     def _post_failed(self, side: str, number: int, reason: str, now: float) -> None:
         self.counters["failed_transfers"] += 1
         if side == "source":
             self._run(self.source.write_failed(number, reason, now))
         else:
-            self._read_ended(number, None, reason, now)
-
-    def _read_ended(self, number: int, span: tuple[int, int] | None, reason: str | None, now: float) -> None:
-        over, failed = self._mirroring.read(number, span, reason)
-        if over:
-            sink = self.sink
-            self._run(sink.read_done(number, now) if failed is None else sink.read_failed(number, failed, now))
+            self._run(self._mirroring.read(number, None, reason, now))
 
     def _act_on_notification(self, frm: str, packed: bytes, now: float) -> None:
         written = messages.unpack_written(packed)

@@ -14,6 +14,7 @@ from kvxfer.layout.ranks import Shard, heads_of
 from kvxfer.layout.tables import packed
 from kvxfer.protocol.actions import SinkFinished, SourceFinished
 from kvxfer.protocol.ids import HandoffId
+from kvxfer.protocol.peers import Timing
 from kvxfer.transport import commands as cmd
 from kvxfer.transport import mirroring
 from kvxfer.transport.twin import Faults, TwinFabric
@@ -62,6 +63,7 @@ def ranks():
     def make(*args, **kwargs) -> Rank:
         kwargs.setdefault("mirrored", True)
         kwargs.setdefault("slice_tokens", 16)
+        kwargs.setdefault("timing", Timing())  # nobody is lost here, however busy the machine is
         if kwargs["mirrored"]:
             kwargs.setdefault("platform", Device())
         made.append(Rank(*args, **kwargs))
@@ -164,7 +166,8 @@ class Vec(Rank):
 
     def __init__(self, engine, fabric, block_size, **options) -> None:
         inside = {"tokens": ((block_size, 1),), "channels": ((64, block_size),)}
-        super().__init__(engine, fabric, block_size=block_size, block_bytes=block_size * 64, changes=inside, **options)
+        options = {"timing": Timing(), "block_bytes": block_size * 64, "changes": inside, **options}
+        super().__init__(engine, fabric, block_size=block_size, **options)
 
     def tokens(self, blocks) -> np.ndarray:
         inside = self.memory[:, blocks].reshape(3, len(blocks), 64, self.block_size)
@@ -422,7 +425,7 @@ def test_each_rank_of_several_copies_its_own_heads(mode) -> None:
         }  # fmt: skip
         return Rank(
             engine, fabric, mode=mode, changes=inside, block_size=4, block_bytes=64 * len(heads), mirrored=True,
-            slice_tokens=8, platform=Device(), shard=(shard.rank, shard.size),
+            slice_tokens=8, platform=Device(), shard=(shard.rank, shard.size), timing=Timing(),
         )  # fmt: skip
 
     (p,), ds = [rank("p", Shard(0, 1))], [rank("d", Shard(i, 2)) for i in range(2)]
