@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
-
 import pytest
 
 from kvxfer.chaos.profile import CYCLE, seeds_of
@@ -67,25 +65,11 @@ def failures_do_not_wait_for_copies(patch):
     patch.setattr(mirroring.Mirroring, "_hold_end", end)
 
 
-def copied_in_once(patch):
-    """What a preempted prompt writes a second time is not copied in again."""
-    begin = mirroring.Mirroring._in
-
-    def once(self, handoff, rank, start, end):
-        seen = self.__dict__.setdefault("seen", deque(maxlen=10_000))
-        if (handoff, rank, start) not in seen:
-            seen.append((handoff, rank, start))
-            begin(self, handoff, rank, start, end)
-
-    patch.setattr(mirroring.Mirroring, "_in", once)
-
-
 MUTATIONS = {
     posted_before_it_is_copied_out: "calm",
     granted_before_it_is_copied_out: "slow reads",
     reported_before_it_is_copied_in: "calm",
     failures_do_not_wait_for_copies: "preemptions",
-    copied_in_once: "preemptions",
 }
 
 

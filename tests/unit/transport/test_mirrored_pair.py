@@ -298,6 +298,35 @@ def test_a_preemption_between_copy_and_post_is_written_anew(ranks) -> None:
     assert same(p, list(range(20, 30)), d, list(range(1, 11)))
 
 
+@pytest.mark.parametrize("again", [True, False], ids=["again", "once"])
+def test_what_a_preempted_prompt_writes_again_is_copied_in_again(ranks, monkeypatch, again) -> None:
+    """Copied in once is the check of the check: the device keeps what the first generation wrote."""
+    begin, seen = mirroring.Mirroring._in, set()
+
+    def once(self, handoff, rank, start, end):
+        if start not in seen:
+            begin(self, handoff, rank, start, end)
+        seen.add(start)
+
+    if not again:
+        monkeypatch.setattr(mirroring.Mirroring, "_in", once)
+    fabric = TwinFabric()
+    p, d = ranks("p", fabric), ranks("d", fabric)
+    d.open(H, "d1", p.address, list(range(1, 11)), 40)
+    p.fill(range(1, 6), 1)
+    p.begin(started=[cmd.SourceStart(H, "p1", 40, 0.0)])
+    p.begin(progress=[cmd.SourceProgress("p1", packed(range(1, 6)), 20)])
+    p.end()
+    wait_until(lambda: same(p, list(range(1, 5)), d, list(range(1, 5))), what="what the first generation wrote")
+    p.begin(preempted=["p1"])
+    p.fill(range(20, 30), 3)
+    p.begin(progress=[cmd.SourceProgress("p1", packed(range(20, 30)), 40)])
+    p.end()
+    p.begin(finished=[cmd.SourceFinish("p1", None, held=True)])
+    assert d.wait("d1").reason is None
+    assert same(p, list(range(20, 30)), d, list(range(1, 11))) is again
+
+
 def test_blocks_are_quiet_only_when_their_copy_is(ranks) -> None:
     """A preempted prompt's blocks are kept while they are copied from, as while they are written from."""
     fabric = TwinFabric()
