@@ -426,6 +426,11 @@ def parallel_ranks(vllm_config: Any) -> tuple[int, int]:
     return get_tensor_model_parallel_rank(), get_pp_group().rank_in_group
 
 
+def buffers_on_host(vllm_config: Any) -> bool:
+    """Tell whether KV shall be moved through host memory. On its CPU build vLLM says so unasked."""
+    return getattr(vllm_config.kv_transfer_config, "kv_buffer_device", "") == "cpu"
+
+
 def posts(vllm_config: Any, mode: str) -> bool:
     """Tell whether an engine's ranks post transfers: in push those of prefill, in pull those of decode."""
     role = vllm_config.kv_transfer_config.kv_role
