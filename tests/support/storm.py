@@ -125,7 +125,8 @@ class Storm:
                     self.preemptions[engine.spec.name] = max(
                         self.preemptions.get(engine.spec.name, 0.0), _value(_PREEMPTIONS, await client.metrics())
                     )
-                for record in fetch_records(engine.control_host, engine.control_port, last=1000).records:
+                found = await asyncio.to_thread(fetch_records, engine.control_host, engine.control_port, last=1000)
+                for record in found.records:
                     self.outcomes[record.outcome] = self.outcomes.get(record.outcome, 0) + 1
 
     def _prompt(self) -> tuple[int, int]:
