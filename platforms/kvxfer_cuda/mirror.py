@@ -2,14 +2,16 @@
 
 The memory is pinned, so that the GPU copies by itself while this thread goes on, and it is the driver's and not torch's, whose
 allocator of pinned memory rounds up to a power of two. One call a copy, whose rows are at equal distances
-(``cuMemcpy2DAsync``): a run of blocks of all layers is one call in either layout. The stream is joined to no other; when what is
-to be copied has been computed, fences tell.
+(``cuMemcpy2DAsync``): a run of blocks of all layers is one call in either layout, but where layers were allocated one by one: the
+driver refuses a copy that reaches from one allocation into another (CUDA_ERROR_INVALID_VALUE), so its rows are copied one by one.
+The stream is joined to no other; when what is to be copied has been computed, fences tell.
 """
 
 from __future__ import annotations
 
 import ctypes
 import weakref
+from bisect import bisect_right
 from typing import TYPE_CHECKING, Any, Final
 
 from kvxfer.errors import PlatformError
@@ -64,6 +66,7 @@ class PinnedMirror:
         sizes = [-(-length // _ALIGN) * _ALIGN for _, length in spans]
         self.size: int = sum(sizes)
         base = self._allocate()
+        self._allocations = Allocations(self._driver, [start for start, _ in spans])
         # In the order of the device's addresses, so that layers at equal distances there are at equal distances here.
         places, at = {}, base
         for number in sorted(range(len(sizes)), key=lambda number: spans[number][0]):
@@ -78,7 +81,7 @@ class PinnedMirror:
         if self._stream is None:
             self._stream = cuda.Stream()
         with cuda.stream(self._stream):
-            launch(self._driver, self._context, copies, self._stream.cuda_stream, inward=inward)
+            launch(self._driver, self._context, self._allocations, copies, self._stream.cuda_stream, inward=inward)
             return self._events.record()
 
     def _allocate(self) -> int:
@@ -97,16 +100,44 @@ class PinnedMirror:
         return base
 
 
-def launch(library: driver.Driver, context: ctypes.c_void_p, copies: Copies, stream: int, *, inward: bool) -> None:
+class Allocations:
+    """How far the driver's allocations reach that some addresses of a device are in. Its context must be current."""
+
+    def __init__(self, library: driver.Driver, addresses: Sequence[int]) -> None:
+        found = set()
+        for address in addresses:
+            base, size = ctypes.c_uint64(), ctypes.c_size_t()
+            library.call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
+            found.add((base.value, base.value + size.value))
+        self._starts = [start for start, _ in sorted(found)]
+        self._ends = [end for _, end in sorted(found)]
+
+    def hold(self, address: int, size: int) -> bool:
+        """Tell whether one of them has all of a range."""
+        at = bisect_right(self._starts, address) - 1
+        return at >= 0 and address + size <= self._ends[at]
+
+
+def launch(
+    library: driver.Driver,
+    context: ctypes.c_void_p,
+    allocations: Allocations,
+    copies: Copies,
+    stream: int,
+    *,
+    inward: bool,
+) -> None:
     """Put copies onto a stream."""
     library.call("cuCtxSetCurrent", context)
     on = ctypes.c_void_p(stream)
     one = library.function("cuMemcpyHtoDAsync_v2" if inward else "cuMemcpyDtoHAsync_v2")
     many = library.function("cuMemcpy2DAsync_v2")
     for device, host, width, height, device_pitch, host_pitch in copies.tolist():
-        if height == 1:
-            to, frm = (device, host) if inward else (host, device)
-            one(ctypes.c_uint64(to), ctypes.c_uint64(frm), ctypes.c_size_t(width), on)
+        if height == 1 or not allocations.hold(device, (height - 1) * device_pitch + width):
+            for row in range(height):
+                here, there = device + row * device_pitch, host + row * host_pitch
+                to, frm = (here, there) if inward else (there, here)
+                one(ctypes.c_uint64(to), ctypes.c_uint64(frm), ctypes.c_size_t(width), on)
             continue
         rows = _Rows(width=width, height=height)
         rows.src_kind, rows.dst_kind = (_ON_HOST, _ON_DEVICE) if inward else (_ON_DEVICE, _ON_HOST)

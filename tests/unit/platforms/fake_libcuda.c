@@ -85,6 +85,19 @@ int cuMemcpyDtoHAsync_v2(void *to, unsigned long long from, size_t size, void *s
     memcpy(to, (void *)from, size);
     return stream ? 0 : 400;
 }
+/* An allocation is FAKE_CUDA_ALLOCATION bytes, a power of two, and begins at a multiple of it. */
+static unsigned long long allocation(unsigned long long at)
+{
+    const char *size = getenv("FAKE_CUDA_ALLOCATION");
+    return at & ~(size ? strtoull(size, 0, 0) - 1 : ~0ull >> 1);
+}
+int cuMemGetAddressRange_v2(unsigned long long *base, size_t *size, unsigned long long at)
+{
+    const char *told = getenv("FAKE_CUDA_ALLOCATION");
+    *base = allocation(at);
+    *size = told ? strtoull(told, 0, 0) : ~0ull >> 1;
+    return current ? 0 : 201;
+}
 struct rows {
     size_t from_x, from_y;
     unsigned from_kind;
@@ -103,6 +116,10 @@ int cuMemcpy2DAsync_v2(const struct rows *r, void *stream)
     char *to = r->to_kind == 2 ? (char *)r->to_device : r->to_host;
     char *from = r->from_kind == 2 ? (char *)r->from_device : r->from_host;
     size_t row;
+    unsigned long long device = r->to_kind == 2 ? r->to_device : r->from_device;
+    size_t pitch = r->to_kind == 2 ? r->to_pitch : r->from_pitch;
+    if (allocation(device) != allocation(device + (r->height - 1) * pitch + r->width - 1))
+        return 1; /* as the real one does, where layers were allocated one by one */
     if (r->from_kind + r->to_kind != 3 || r->width > r->from_pitch || r->width > r->to_pitch || !stream)
         return 1;
     for (row = 0; row < r->height; ++row)

@@ -308,6 +308,31 @@ def test_a_mirror_that_cannot_be_pinned_says_how_much_it_is_and_what_to_set(gpu,
         CudaPlatform().mirror([(1 << 20, 5000)], 1)
 
 
+@pytest.mark.parametrize("allocations", ["one", "one a layer", "one for two layers"])
+def test_rows_of_one_copy_may_lie_in_any_allocations(gpu, monkeypatch, allocations) -> None:
+    """The driver takes no copy that reaches from one allocation into another; layers that vLLM allocates one by one are such."""
+    size, layers = 1 << 16, 4
+    monkeypatch.setenv(
+        "FAKE_CUDA_ALLOCATION", str({"one": 4, "one a layer": 1, "one for two layers": 2}[allocations] * size)
+    )
+    room = np.zeros(2 * layers * size, np.uint8)
+    base = -(-room.ctypes.data // (layers * size)) * layers * size  # where an allocation begins, whatever its size
+    memory = np.frombuffer((ctypes.c_uint8 * (layers * size)).from_address(base), np.uint8).reshape(layers, size)
+    memory[:] = np.random.default_rng(0).integers(0, 256, memory.shape)
+    mirror = CudaPlatform().mirror([(base + layer * size, size) for layer in range(layers)], 0)
+    copies = np.array([[base + 100, mirror.addresses[0] + 100, 3000, layers, size, size]])
+    ctypes.memset(mirror.addresses[0], 0, layers * size)
+    wait_for(mirror.copy(copies, inward=False))
+    there = [ctypes.string_at(address, size) for address in mirror.addresses]
+    assert [one[100:3100] for one in there] == [row[100:3100].tobytes() for row in memory]
+    assert not any(any(one[3100:]) or any(one[:100]) for one in there)
+    before, memory[:] = memory.copy(), 0
+    wait_for(mirror.copy(copies, inward=True))
+    assert (memory[:, 100:3100] == before[:, 100:3100]).all()
+    assert not memory[:, 3100:].any()
+    assert not memory[:, :100].any()
+
+
 def test_a_copy_that_the_driver_refuses_is_told(gpu, monkeypatch) -> None:
     mirror = CudaPlatform().mirror([(1 << 20, 4096)], 0)
     monkeypatch.setenv("FAKE_CUDA_ERROR", "700")
