@@ -7,6 +7,7 @@ import importlib.util
 import json
 import re
 import shlex
+import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,6 +82,16 @@ def test_the_site_has_every_page_and_each_once() -> None:
         return [page for child in (node.values() if isinstance(node, dict) else node) for page in pages(child)]
 
     assert sorted(pages(site["nav"])) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
+
+
+@pytest.mark.skipif(
+    shutil.which("mkdocs") is None, reason="mkdocs-material is not installed: pip install 'kvxfer[docs]'"
+)
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    command = ["mkdocs", "build", "--strict", "--config-file", str(ROOT / "mkdocs.yml"), "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "quickstart.html").exists()
 
 
 # --- commands -------------------------------------------------------------------------------------------------------
