@@ -12,30 +12,21 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
-from urllib.parse import urlsplit
 
 import typer
 
-from kvxfer.addresses import reachable
 from kvxfer.bench import results
-from kvxfer.bench.counts import combine
-from kvxfer.errors import KvxferError, TransportError
-from kvxfer.transport.query import fetch_records
+from kvxfer.bench.served import HandedOver, first_tokens
+from kvxfer.errors import KvxferError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from kvxfer.transport.records import HandoffRecord
-
-_INFO = re.compile(r"^kvxfer_info\{([^}]*)\}", re.MULTILINE)
-_LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -77,7 +68,7 @@ def run(
         found = asyncio.run(hits(engine or ())) - before
         one = point(
             raw, mode, qps=qps, input_tokens=input_tokens, output_tokens=output_tokens, requests=requests, hits=found,
-            handoffs=handed_over.since(),
+            handoffs=handed_over.since(), stages=asyncio.run(first_tokens(url, requests)),
         )  # fmt: skip
         told = complaints(one, mode)
         results.write(out, results.report("sweep", settings, python, points=[one], complaints=told, raw=raw))
@@ -132,6 +123,7 @@ def point(
     requests: int,
     hits: int,
     handoffs: dict[str, Any] | None = None,
+    stages: dict[str, dict[str, float]] | None = None,
 ) -> dict[str, Any]:
     """Return a point of our schema from what vLLM saved."""
     errors: Sequence[str] = raw.get("errors", [])
@@ -148,6 +140,7 @@ def point(
         "itl_ms": results.spread([1e3 * gap for several in gaps.values() for gap in several]),
         "prefix_hits": hits,
         "handoffs": handoffs,
+        "stages_ms": stages or {},
     }
     return {
         "name": f"{input_tokens}@{qps:g}", "input": input_tokens, "output": output_tokens, "qps": qps, "trace": "uniform",
@@ -166,58 +159,6 @@ def complaints(measured: Mapping[str, Any], mode: str) -> list[str]:
             f"{measured['name']}: a prefix cache of {mode} had {arm['prefix_hits']} tokens: another --seed, or no cache"
         )
     return found
-
-
-class HandedOver:
-    """The handoffs of kvxfer's engines since a moment, by their records: vLLM's warm-up and its first probe are among them."""
-
-    def __init__(self, addresses: Sequence[tuple[str, int]]) -> None:
-        self._addresses = addresses
-        self._before = {self._key(record) for record in self._records()}
-
-    @classmethod
-    async def at(cls, urls: Sequence[str]) -> HandedOver:
-        """Find the control addresses behind these URLs; of an engine that is none of kvxfer's there is nothing to tell."""
-        from kvxfer.bench.client import Client
-
-        found = []
-        for url in urls:
-            async with Client(url) as client:
-                found += [
-                    (reachable(labels["host"], urlsplit(url).hostname or ""), int(labels["port"]))
-                    for labels in (dict(_LABEL.findall(one)) for one in _INFO.findall(await client.metrics()))
-                ]
-        try:
-            return await asyncio.to_thread(cls, found)
-        except TransportError as error:
-            typer.echo(f"the engines' handoff records are left out: {error}", err=True)
-            return cls(())
-
-    def since(self, patience: float = 5.0) -> dict[str, Any] | None:
-        """Sum them up, waiting a little for what is still open; None where no engine is kvxfer's."""
-        if not self._addresses:
-            return None
-        deadline = time.monotonic() + patience
-        while True:
-            new = [record for record in self._records() if self._key(record) not in self._before]
-            if all(record.outcome != "open" for record in new) or time.monotonic() > deadline:
-                break
-            time.sleep(0.05)
-        moved = combine(new)
-        return {
-            "recorded": len(moved),
-            "outcomes": sorted({outcome for one in moved for outcome in one.outcomes}),
-            "backends": sorted({backend for one in moved for backend in one.backends}),
-            "bytes": sum(one.bytes for one in moved),
-            "descriptors": results.spread([one.descriptors for one in moved], 0),
-        }
-
-    def _records(self) -> list[HandoffRecord]:
-        return [record for host, port in self._addresses for record in fetch_records(host, port, last=1024).records]
-
-    @staticmethod
-    def _key(record: HandoffRecord) -> tuple[str, str, int, float | None]:
-        return record.handoff, record.side, record.rank, record.times.expected
 
 
 async def hits(urls: Sequence[str]) -> int:

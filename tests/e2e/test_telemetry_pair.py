@@ -101,7 +101,11 @@ def test_metrics_lines_and_spans_are_what_the_results_say(observed, bench_model)
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-4000:]
         (point,) = results.read(out, "sweep")["points"]
-        points.append(point["arms"][pair.mode]["handoffs"])
+        arm = point["arms"][pair.mode]
+        points.append(arm["handoffs"])
+        for stages in (arm["stages_ms"]["median"], arm["stages_ms"]["p99"]):
+            assert abs(stages["the rest"]) <= 0.05 * sum(stages.values()), stages
+            assert "wait for KV" in stages
     after = scraped(pair)
     grown = {key: value - before.get(key, 0.0) for key, value in after.items()}
     handoffs, size = sum(one["recorded"] for one in points), sum(one["bytes"] for one in points)
