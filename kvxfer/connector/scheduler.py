@@ -27,6 +27,7 @@ from kvxfer.connector.idling import Idling
 from kvxfer.connector.metadata import RankNews
 from kvxfer.connector.params import ParamsError, PlainParams, SinkParams, SourceParams, parse
 from kvxfer.connector.pins import Pins
+from kvxfer.connector.telemetry import trace_of
 from kvxfer.errors import RemoteProtocolError
 from kvxfer.protocol.messages import Ask, Directory, Held, Report
 from kvxfer.transport.commands import (
@@ -189,7 +190,9 @@ class SchedulerHalf:
                 growing = Growing(self._tables, request.num_prompt_tokens)
                 self._sources[request_id] = _Source(handoff, request.num_prompt_tokens, growing)
                 digests = compat.prompt_digests(request, *LESS)
-                self._step().started.append(SourceStart(handoff, request_id, request.num_prompt_tokens, now, digests))
+                self._step().started.append(
+                    SourceStart(handoff, request_id, request.num_prompt_tokens, now, digests, trace_of(request))
+                )
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Offer every prompt position that decode has not cached itself. May be asked again; changes nothing.
@@ -246,7 +249,7 @@ class SchedulerHalf:
             SinkOpen(
                 handoff, request.request_id, source, start, end,
                 tables, sink.heard, time.monotonic(),
-                b"".join(compat.prompt_digests(request, 1)),
+                b"".join(compat.prompt_digests(request, 1)), trace=trace_of(request),
             )
         )  # fmt: skip
 

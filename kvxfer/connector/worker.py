@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from kvxfer.addresses import bare
 from kvxfer.connector import block_major, compat
 from kvxfer.connector.idling import Ringer
+from kvxfer.connector.telemetry import Telemetry
 from kvxfer.errors import ConfigError, RailsError
 from kvxfer.layout.card import RankCard
 from kvxfer.layout.maps import spell
@@ -66,6 +67,8 @@ class WorkerHalf:
         self._computing = False
         self._opened: dict[str, bytes] = {}
         self._cancelled: set[str] = set()
+        self._telemetry = Telemetry(vllm_config, settings, me)
+        self.take_stats = self._telemetry.tally.take
         self._plain = True
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
@@ -125,10 +128,12 @@ class WorkerHalf:
             secret=load_secret(settings.secret_file),
             repack=self._repack_through(mirror),
             mirror=mirror,
+            hear=self._telemetry.hear,
         )
         rails = WorkerRails(
             (settings.rails, settings.rails_policy), settings.backend, self._platform, cache.device
         )  # before there is an agent
+        self._telemetry.start()
         with rails.watched():
             threads.start()
         try:
@@ -190,6 +195,7 @@ class WorkerHalf:
         """Stop both threads."""
         if self._threads is not None:
             self._threads.stop()
+        self._telemetry.stop()
 
     # --- each step, on the engine's thread --------------------------------------------------------------------------
 

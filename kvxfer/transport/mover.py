@@ -56,7 +56,7 @@ from kvxfer.transport.threads import Round, run_on
 from kvxfer.transport.transfers import InFlight, Transfers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from kvxfer.layout.card import RankCard
     from kvxfer.layout.repack import Call
@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from kvxfer.protocol.ids import HandoffId, RankId
     from kvxfer.transport.agent import Agent
     from kvxfer.transport.mirroring import HostMirror
+    from kvxfer.transport.records import HandoffRecord
 
 __all__ = ["TICK", "Mover", "MoverSettings"]
 
@@ -74,7 +75,8 @@ class Mover(threading.Thread):
     """Owns ``agent`` (made by ``make_agent`` in this thread) and moves what the two machines want moved.
 
     ``send`` hands a message to the control thread, ``connect`` asks it for an engine's ranks, ``renewed`` tells it what peers
-    must know of the agent from now on, and whether all sessions must begin ``anew``; all return at once.
+    must know of the agent from now on, and whether all sessions must begin ``anew``, ``hear`` are told of records that end; all
+    return at once.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class Mover(threading.Thread):
         renewed: Renewed = lambda _metadata, *, anew: None,  # noqa: ARG005
         repack: Callable[[Call], Fence] | None = None,
         mirror: HostMirror | None = None,
+        hear: Sequence[Callable[[HandoffRecord], None]] = (),
     ) -> None:
         super().__init__(name=f"kvxfer-mover-{rank.rank}", daemon=True)
         self.rank = rank
@@ -113,7 +116,7 @@ class Mover(threading.Thread):
             transfer_limit=settings.transfer_limit,
             revoke=settings.revoke,
         )
-        self.records = RecordBook(settings.records)
+        self.records = RecordBook(settings.records, hear)
         self._recorder = Recorder(self.records, rank.rank, settings.mode, card.cache)
         self.results = Results()
         self.counters = dict.fromkeys(COUNTERS, 0)
