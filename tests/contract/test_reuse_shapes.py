@@ -1,4 +1,4 @@
-"""Images in conversations: vLLM's real requests, schedulers and block hashes, without a model that could see them.
+"""Images and adapters in conversations: vLLM's real requests, schedulers and block hashes, without a model that could see them.
 
 What vLLM itself shares between two requests in its prefix cache is the measure: what prefill takes back from decode is never more.
 """
@@ -6,12 +6,14 @@ What vLLM itself shares between two requests in its prefix cache is the measure:
 from __future__ import annotations
 
 import itertools
+import time
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -76,6 +78,33 @@ def test_of_two_images_the_second_is_another(sighted) -> None:
     sighted.turn(history, features=[cat, dog])
     sighted.turn(history + tokens(20, 6), 4, features=[cat, cow])
     assert sighted.fetched() == 80
+
+
+def test_another_adapter_is_another_conversation(pair) -> None:  # noqa: F811
+    both = pair()
+    one, two = LoRARequest("one", 1, "/nowhere/one"), LoRARequest("two", 2, "/nowhere/two")
+    history = tokens(150, 7)
+    history += both.turn(history, lora=one)
+    more = history + tokens(20, 8)
+    both.turn(more, 4, lora=two)
+    both.turn(more, 4)
+    assert both.fetched() == 0
+    both.turn(more, 4, lora=LoRARequest("one", 9, "/nowhere/one"))  # another engine numbers its adapters otherwise
+    assert both.fetched() == (len(history) - 1) // BLOCK * BLOCK
+
+
+def test_a_turn_that_comes_when_every_lease_is_over(pair) -> None:  # noqa: F811
+    """Leases are for readers: between turns nothing is kept that could expire, and what the prefix cache has is taken."""
+    both = pair(decoder_kv_blocks_ttl=2.5, decoder_kv_idle_ttl=2.5)
+    history = tokens(150, 9)
+    for seed in (10, 11):
+        history += both.turn(history)
+        known, before = (len(history) - 1) // BLOCK * BLOCK, both.fetched()
+        time.sleep(3.0)
+        history += tokens(20, seed)
+        both.turn(history, 4)
+        assert both.fetched() - before == known
+        assert both.counters(both.d)["reuse_pinned"] == 0
 
 
 def shared(one: list[Any], other: list[Any]) -> int:
