@@ -70,6 +70,7 @@ REUSE_EVENTS = {"eviction": 4.0, "abort_reader": 3.0}
 """The same, in worlds with conversations."""
 
 REUSE_CHANCES = {"wrong_holder": 0.06, "slow_read": 0.3}
+"""Probability per occasion, in every world with conversations that is not calm."""
 
 WEIGHTS_OF_REUSE = {
     "reader/asked": 2.0,
@@ -80,12 +81,13 @@ WEIGHTS_OF_REUSE = {
     "reader/fencing": 7.0,
     "holder/expected": 7.0,
 }
+"""How much likelier than others a state of a read for a conversation is that an event waits for: these pass soon."""
 
 WEIGHTS = {"sink/cancelling": 3.0, "sink/fencing": 2.5, "sink/reading": 5.5, "sink/opening": 1.5, "source/served": 1.5}
 """How much likelier than others a state is that an event waits for."""
 
 LATE_GRANT = 0.15
-"""Probability of a grant whose fence is late, in a world with conversations that is not calm: who reads registers first."""
+"""Probability of a grant behind a step that is late, where it is not calm: then who reads registers first."""
 
 SOON = 0.2
 """Seconds before the end of a fence in which something else is made to happen."""
@@ -172,7 +174,7 @@ class Trouble:
             process.hold_mover(self.sim.world.random.uniform(0.0, 0.5))
 
     def after_grant(self, process: Process) -> None:
-        """A lease was given to a reader: perhaps what was launched before lasts."""
+        """A lease was given to a reader: perhaps what its step launches begins late, and with it the grant of the ranks."""
         if not self.over and not self.calm and self.sim.world.chance(LATE_GRANT):
             for rank in process.ranks:
                 self.sim.struck("late_device", concern.own(rank))

@@ -169,7 +169,7 @@ class TakingBack:
         one.start, one.tokens = start, tokens
         one.blocks = set(tables[0][start // size : -(-end // size)])
         every = max(0.5, (one.until - one.answered) / 3)
-        lease = _Lease(one.address, every, now + every)
+        lease = _Lease(one.address, every, one.answered + every)  # counted like the lease, however long this has waited
         self._control.call(lambda _now: self._leases.__setitem__(one.handoff, lease), wake=False)
         blocks = self._tables.spanning(tables, start, end)
         ranks = structs.replace(one.address, front=False)
