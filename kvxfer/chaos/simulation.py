@@ -304,8 +304,8 @@ class Simulation:
     def taken_back(self, one: Request, reason: str | None) -> None:
         """A read for a conversation was reported.
 
-        Where nothing goes wrong it fails for one reason alone: what is left of a lease, under which a request has waited for room, may
-        be too short for a slow read.
+        Where nothing goes wrong it fails for one reason alone: what is left of a lease, under which a request has waited for
+        room, may be too short for a slow read.
         """
         self.result.reuse["read" if reason is None else "not read"] += 1
         self.result.outcomes[kind_of(f"taken back: {reason or 'read'}")] += 1
