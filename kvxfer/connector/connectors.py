@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
 from kvxfer.config import settings_from
-from kvxfer.connector import block_major, compat, plugin
+from kvxfer.connector import at_once, block_major, compat, plugin
 from kvxfer.connector.metadata import NOTHING, RankHandshake, RankNews, StepMetadata
 from kvxfer.connector.room import Room, RoomStats
 from kvxfer.connector.scheduler import SchedulerHalf
@@ -59,6 +59,7 @@ class KvxferConnector(KVConnectorBase_V1, *compat.supports_hybrids()):  # type: 
             rank = pp_rank * vllm_config.parallel_config.tensor_parallel_size + tp_rank
             me = RankId(transfer.engine_id, incarnation, rank)
             self._worker = self.worker_half(vllm_config, kv_cache_config, self.mode, settings, me)
+            at_once.is_here(self._worker)
 
     # --- the scheduler's hooks --------------------------------------------------------------------------------------
 

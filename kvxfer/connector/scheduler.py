@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from kvxfer.addresses import is_wildcard, shown_at
 from kvxfer.connector import compat, private
 from kvxfer.connector.announce import Announcer
+from kvxfer.connector.at_once import AtOnce
 from kvxfer.connector.bidirectional import Bidirectional
 from kvxfer.connector.bidirectional import check as check_reuse
 from kvxfer.connector.growing import Growing
@@ -107,6 +108,7 @@ class SchedulerHalf:
         self._failed: set[str] = set()  # loads that have failed on a rank, and are not over on all of them
         self._fail_load: Callable[[str], None] | None = None
         self._idling = Idling(vllm_config, settings.idle_wait)
+        self._at_once = AtOnce(vllm_config, me.engine)
         if settings.bidirectional_kv_xfer:  # before there is a socket that would have to be closed
             check_reuse(vllm_config, self._tables, pinning=self._features.pinning)
         port = settings.control_port + compat.data_parallel_index(vllm_config)
@@ -140,6 +142,7 @@ class SchedulerHalf:
 
         Raises ConfigError where vLLM could not be told that a load has failed (``compat.whole_load_failures``).
         """
+        self._at_once.bind()
         if self._receives and not self._tables.plain:
             self._fail_load = compat.whole_load_failures()
         if self._reuse is not None:
@@ -265,8 +268,8 @@ class SchedulerHalf:
         if self._reuse is not None and (held := self._reuse.step(output)):
             self._step().held.extend(held)
         step, self._noted = self._noted, None
-        if step is None:
-            self._idling.rest(output)
+        if step is None and self._idling.rest(output):
+            self._at_once.deliver(self._idling.waiting)
         return step
 
     def _step(self) -> Step:

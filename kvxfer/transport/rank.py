@@ -23,14 +23,15 @@ if TYPE_CHECKING:
     from kvxfer.protocol.peers import Timing
     from kvxfer.transport.agent import Agent
     from kvxfer.transport.dialer import Outcome
+    from kvxfer.transport.mirroring import HostMirror
 
 
 class RankThreads:
     """The mover and the control channel of one rank. Raises TransportError when the address cannot be bound.
 
     ``card`` says everything of the rank but how to reach its agent. ``make_agent`` is called in the mover's thread, ``repack``
-    (the platform's, where the card names a staging area) as well. ``cpus`` is where both threads run (see
-    ``Platform.background_cpus``).
+    (the platform's, where the card names a staging area) as well. ``mirror``: where the card describes one. ``cpus`` is where
+    both threads run (see ``Platform.background_cpus``).
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class RankThreads:
         cpus: Collection[int] | None = None,
         secret: Secret | None = None,
         repack: Callable[[Call], Fence] | None = None,
+        mirror: HostMirror | None = None,
     ) -> None:
         self.me = me
         self.control = ControlChannel(me, host, port, self, timing, connect_timeout, cpus, secret)
@@ -61,6 +63,7 @@ class RankThreads:
             cpus,
             renewed=self._renew,
             repack=repack,
+            mirror=mirror,
         )
         self._mover_timeout = mover_timeout
         self._card = card
