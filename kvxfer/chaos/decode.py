@@ -130,15 +130,20 @@ class DecodeEngine(Engine):
         super().gone(one)
 
     def evict(self) -> None:
-        """Compute a prompt of somebody's, into some free blocks or all, and forget it."""
+        """Compute a prompt of somebody's, into free blocks, and forget it: launched by itself, before any next step."""
         if self.holding is not None:
             self.holding.let_go()
         draw, most = self.sim.world.random, len(self.pool.free)
         blocks = self.pool.take(draw.choice((most, most, draw.randint(0, most))))
-        other = Request("other", None, 0.0, blocks=list(blocks))  # type: ignore[arg-type]  # of nobody
+        other = Request("other", None, 0.0)  # type: ignore[arg-type]  # of nobody
+        mine, self._forward = self._forward, {}
         for at in range(0, len(blocks), SPAN // BLOCK_SIZE):
             other.blocks = blocks[at : at + SPAN // BLOCK_SIZE]
             self.write(other, 0, len(other.blocks) * BLOCK_SIZE)
+        for rank in self.process.ranks:
+            if work := self._forward.get(rank.me.rank):
+                rank.device.launch(draw.uniform(*self.sim.profile.step), work)
+        self._forward = mine
         self.pool.give(blocks)
         self.stir()
 

@@ -31,6 +31,9 @@ REUSE = (
 )  # fmt: skip
 """Of reads for conversations: who asks and reads is prefill, who pins and holds is decode (see ``concern``)."""
 
+PASSING = ("holder/served", "holder/closed")
+"""Seen now and then, and not waited for: a reader that is gone before anything is held for it, and one whose read is over."""
+
 _BOTH_LEGS = "decode's registration answers nothing before the prefill leg has come"
 _NO_READ = "a read needs a grant, and that a prefill leg which the engine has finished"
 _ONE_PREFILL = "this is the handoff's only prefill leg, and so the source has not begun"
@@ -140,11 +143,6 @@ IMPOSSIBLE: Mapping[str, Mapping[str, str]] = MappingProxyType(
 )
 """Fault → state → why it cannot be struck in that state."""
 
-MAY_BE_MISSED: Mapping[str, Mapping[str, str]] = MappingProxyType(
-    {"torn_transfer": {"reader/fencing": "needs a reader of two sources, of whose reads one has failed"}}
-)
-"""Pairs that can be struck, but so seldom that a run need not have."""
-
 MEET_THE_CLOSED = frozenset(
     {
         "no_prefill_leg", "late_prefill_leg", "no_decode_leg", "late_decode_leg", "double_prefill_leg",
@@ -163,3 +161,13 @@ def possible(fault: str) -> list[str]:
 
 POSSIBLE: Mapping[str, tuple[str, ...]] = MappingProxyType({fault: tuple(possible(fault)) for fault in IMPOSSIBLE})
 """Fault → the states in which it can strike."""
+
+_OVERTAKEN = "is met where a registration overtakes a step that is late, and then for as long as that"
+MAY_BE_MISSED: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        **{fault: {"holder/expected": _OVERTAKEN} for fault, states in POSSIBLE.items() if "holder/expected" in states},
+        "torn_transfer": {"reader/fencing": "needs a reader of two sources, of whose reads one has failed"},
+        "slow_word": {"holder/expected": _OVERTAKEN, "reader/fencing": "who has failed says one word more"},
+    }
+)
+"""Pairs that can be struck, but so seldom that a run need not have."""

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from kvxfer.chaos.command import register
 from kvxfer.chaos.coverage import not_foreseen, seldom_struck, seldom_taken
 from kvxfer.chaos.outcomes import kind_of
-from kvxfer.chaos.possible import CLOSED, IMPOSSIBLE, MAY_BE_MISSED, OPEN, POSSIBLE, REUSE
+from kvxfer.chaos.possible import CLOSED, IMPOSSIBLE, MAY_BE_MISSED, OPEN, PASSING, POSSIBLE, REUSE
 from kvxfer.chaos.profile import CYCLE, conversing, profile_of, seeds_of
 from kvxfer.chaos.run import run, story
 from kvxfer.chaos.simulation import Simulation
@@ -69,7 +69,7 @@ def test_a_world_without_conversations_asks_for_none():
 
 def test_nothing_impossible_has_happened(summary):
     assert not_foreseen(summary.struck) == []
-    known = set(OPEN + CLOSED + REUSE)
+    known = set(OPEN + CLOSED + REUSE + PASSING)
     assert all(states.keys() <= known for states in summary.struck.values())
 
 
