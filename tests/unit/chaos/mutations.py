@@ -882,6 +882,10 @@ BEHIND_ANOTHER = {
 """Guards that nothing depends on, since others stand behind them: these save time. Why no seed can find that they are gone."""
 
 NOT_MET = {
+    "reads_have_no_margin": (
+        "what a slow clock adds to a lease that is renewed is a tenth of a second, in which a read must land; "
+        "tests/unit/protocol/test_sink.py attacks it directly, and a kind of world that meets it is wanted"
+    ),
     "held_before_it_is_computed": (
         "a turn comes some time after the answer before it, when what that computed is long done; "
         "tests/unit/transport/test_steps.py attacks it directly"

@@ -79,7 +79,6 @@ FOUND_WHERE_CONVERSING = {
     "ranks_grant_for_longer_than_the_pin": "rebirths",
     "the_seed_forgets_the_salt": "echoes",
     "evicted_blocks_are_named": "echoes",
-    "reads_have_no_margin": "overheard",
 }
 """Guards of conversations that are taken back."""
 PROFILE = {name: profile for profile, names in FOUND_IN.items() for name in names}
