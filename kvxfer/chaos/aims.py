@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvxfer.chaos import concern
-from kvxfer.protocol import sink, source
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,14 +36,12 @@ class Target:
 class Aim:
     """A fault that waits. ``act`` says whether it could strike; ``about`` the host, ``handoff`` the handoff that it must be."""
 
-    __slots__ = ("about", "act", "handoff", "sinks", "state")
+    __slots__ = ("about", "act", "handoff", "side", "state")
 
     def __init__(
         self, state: str, act: Callable[[Target], bool], *, about: str = "", handoff: HandoffId | None = None
     ) -> None:
-        side, _, name = state.partition("/")
-        self.sinks = side == "sink"
-        self.state: source.State | sink.State = sink.State(name) if self.sinks else source.State(name)
+        self.side, _, self.state = state.partition("/")
         self.act = act
         self.about = about
         self.handoff = handoff
@@ -55,11 +52,11 @@ class Aims:
 
     def __init__(self, sim: Simulation) -> None:
         self._sim = sim
-        self._waiting: dict[bool, list[Aim]] = {False: [], True: []}
+        self._waiting: dict[str, list[Aim]] = {"source": [], "sink": [], "holder": [], "reader": []}
 
     def add(self, aim: Aim) -> None:
         """Let a fault wait; it may strike at once."""
-        self._waiting[aim.sinks].append(aim)
+        self._waiting[aim.side].append(aim)
         for slot in self._sim.living():
             for process in slot.process.ranks:
                 self.look(process)
@@ -70,15 +67,15 @@ class Aims:
             waiting.clear()
 
     def look(self, process: Process) -> None:
-        """Look at what a mover has just done."""
-        for sinks, waiting in self._waiting.items():
-            handoffs = self._handoffs(process, sinks=sinks)
-            if not waiting or not handoffs:
+        """Look at what a mover, or a scheduler, has just done."""
+        for side, waiting in self._waiting.items():
+            if not waiting:
                 continue
-            states = [one.state for one in handoffs.values()]
+            handoffs = self._handoffs(process, side)
+            states = handoffs.values()
             for aim in [aim for aim in waiting if aim.state in states]:
-                for handoff, one in handoffs.items():
-                    if one.state is aim.state and aim.handoff in (None, handoff):
+                for handoff, state in handoffs.items():
+                    if state == aim.state and aim.handoff in (None, handoff):
                         waiting.remove(aim)
                         self._wait(aim, process, handoff)
                         break
@@ -92,24 +89,33 @@ class Aims:
             return
         slot = next((s for s in self._sim.living() if process in s.process.ranks), None)
         if slot is None or not self._struck(aim, slot, process, handoff):
-            self._waiting[aim.sinks].append(aim)
+            self._waiting[aim.side].append(aim)
 
     def _struck(self, aim: Aim, slot: Slot, process: Process, handoff: HandoffId) -> bool:
-        one = self._handoffs(process, sinks=aim.sinks).get(handoff)
-        if one is None or one.state is not aim.state:
+        if self._handoffs(process, aim.side).get(handoff) != aim.state:
             return False
-        target = self._target(slot, handoff, at_sink=aim.sinks)
+        target = self._target(slot, handoff, at_sink=aim.side in ("sink", "reader"))
         if aim.about and aim.about not in {s.host for s in (target.source, target.sink) if s is not None}:
             return False
         return aim.act(target)
 
     @staticmethod
-    def _handoffs(process: Process, *, sinks: bool) -> dict[HandoffId, Any]:
-        mover = process.mover
-        return mover.sink._handoffs if sinks else mover.source._handoffs  # noqa: SLF001
+    def _handoffs(process: Process, side: str) -> dict[HandoffId, str]:
+        """Return the states of a process's handoffs on that side."""
+        mover, of_reuse = process.mover, side in ("holder", "reader")
+        handoffs: dict[HandoffId, Any] = (mover.sink if side in ("sink", "reader") else mover.source)._handoffs  # noqa: SLF001
+        reuse = process.ranks[0].scheduler.reuse if of_reuse else None
+        found = {} if reuse is None or reuse.side != side else reuse.states()
+        for handoff, one in handoffs.items():
+            if concern.is_reuse(handoff) == of_reuse:
+                found[handoff] = one.state.value
+        return found
 
     def _target(self, slot: Slot, handoff: HandoffId, *, at_sink: bool) -> Target:
         sim = self._sim
+        if concern.is_reuse(handoff):
+            holder, reader = sim.readers[handoff.transfer]
+            return Target(sim.slot(holder), sim.slot(reader), slot, handoff)
         if at_sink:
             host = concern.source_of(slot, handoff)
             return Target(None if host is None else sim.slot(host), slot, slot, handoff)

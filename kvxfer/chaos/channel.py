@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
     from kvxfer.chaos.process import Process
+    from kvxfer.chaos.reuse import Holding, Taking
     from kvxfer.layout.card import RankCard
     from kvxfer.protocol.ids import RankId
     from kvxfer.protocol.messages import AnyMessage, Message, Report
@@ -36,6 +37,7 @@ class Channel:
         self.switchboard = Switchboard(me, listener, Wires(network, self), timing, connect_timeout, process.sim.secret)
         self.switchboard.sessions.port = port
         self.announcer = Announcer(self, process.sim.settings.leg_timeout)  # type: ignore[arg-type]  # stands for one
+        self.reuse: Taking | Holding | None = None  # of a scheduler process, in a world with conversations
         self._interval = timing.interval / 4
         self._todo: deque[Callable[[float], None]] = deque()
         self._inbox: deque[tuple[bytes, Hashable]] = deque()
@@ -103,8 +105,10 @@ class Channel:
     # --- the listener of a scheduler process ------------------------------------------------------------------------
 
     def on_message(self, frm: RankId, message: AnyMessage) -> None:
-        """Nothing of a handoff is said to a scheduler."""
-        raise AssertionError(f"{frm} sent {message} to a scheduler")
+        """Hear of conversations; nothing else is said to a scheduler."""
+        if self.reuse is None:
+            raise AssertionError(f"{frm} sent {message} to a scheduler")
+        self.reuse.on_message(frm, message)
 
     def on_up(self, rank: RankId, card: RankCard | None) -> None:
         """Nothing to do."""
@@ -121,17 +125,24 @@ class Channel:
         """Forget the engine's ranks."""
         del reason, granted_until, dead
         self.announcer.on_lost(rank)
+        if self.reuse is not None:
+            self.reuse.on_lost(rank)
 
     def on_lease(self, rank: RankId, until: float, asked: float) -> None:
         """A scheduler posts nothing."""
 
     def on_outcome(self, outcome: Outcome) -> None:
-        """Let the announcer say what waited."""
-        self.announcer.on_outcome(outcome)
+        """Let the announcer, or who asks for conversations, say what waited."""
+        if not outcome.address.front:
+            self.announcer.on_outcome(outcome)
+        elif self.reuse is not None:
+            self.reuse.on_outcome(outcome)
 
     def on_round(self, now: float) -> None:
-        """Renew what decode expects."""
+        """Renew what decode expects, and what is held for readers."""
         self.announcer.on_round(now)
+        if self.reuse is not None:
+            self.reuse.on_round(now)
 
     def on_report(self, last: int) -> Report:
         """Nobody asks."""

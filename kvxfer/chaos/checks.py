@@ -27,6 +27,10 @@ def check(sim: Simulation) -> None:
         if not engine.requests:
             for what in [*(one for rank in ranks for one in _leftovers(rank, alive, missing)), *_unknown(sim, slot)]:
                 sim.violate("leftovers", "", f"{slot.host}: {what}")
+            if (reuse := slot.process.scheduler.reuse) is not None:
+                for owner, name in reuse.leftovers():
+                    if kept := getattr(owner, name):
+                        sim.violate("leftovers", "", f"{slot.host}: {type(owner).__name__}.{name} keeps {kept}")
 
 
 def _unknown(sim: Simulation, slot: Slot) -> Iterator[str]:

@@ -56,6 +56,10 @@ def _show(summary: Summary) -> None:
     for name in ("seeds", "handoffs", "moved", "events", "seconds"):
         typer.echo(f"{name:<15} {told[name]:,}")
     typer.echo(f"{'faults':<15} " + ", ".join(f"{kind} {count:,}" for kind, count in told["faults"].items()))
+    reuse = ", ".join(
+        f"{told['reuse'].get(name, 0):,} {name}" for name in ("pinned", "renewed", "expired", "read", "not read")
+    )
+    typer.echo(f"{'conversations':<15} {reuse}")
     for what, kind in (("transitions", "seldom_taken"), ("faults × states", "seldom_struck")):
         few = told[kind]
         typer.echo(f"{what:<15} {len(few)} fewer than {ENOUGH} times{', ' + ', '.join(few[:SOME]) if few else ''}")

@@ -1,4 +1,9 @@
-"""Which handoffs a fault concerns, and in which states they are at that moment: ``source/final``, ``sink/fencing``, ..."""
+"""Which handoffs a fault concerns, and in which states they are at that moment: ``source/final``, ``sink/fencing``, ...
+
+A read for a conversation has its ends the other way round, and names of its own for them: it is held by decode's process
+(``holder/final``) for prefill's (``reader/reading``). Beside the machines' states it has ``reader/asked``, while a question is
+open, and ``holder/pinned``, while a lease keeps blocks.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +17,25 @@ if TYPE_CHECKING:
     from kvxfer.chaos.simulation import Simulation, Slot
     from kvxfer.protocol.ids import HandoffId, RankId
     from kvxfer.protocol.source import State
+
+
+NAME = "reuse-"
+"""How the transfer ids of reads for conversations begin."""
+
+
+def is_reuse(handoff: HandoffId) -> bool:
+    """Tell a read for a conversation from the handoff of a prompt."""
+    return handoff.transfer.startswith(NAME)
+
+
+def at_its_source(handoff: HandoffId, state: str) -> str:
+    """Name a state of a handoff at its source."""
+    return f"{'holder' if is_reuse(handoff) else 'source'}/{state}"
+
+
+def at_its_sink(handoff: HandoffId, state: str) -> str:
+    """Name a state of a handoff at its sink."""
+    return f"{'reader' if is_reuse(handoff) else 'sink'}/{state}"
 
 
 def host_of(rank: RankId) -> str:
@@ -46,9 +70,16 @@ def of_pair(sim: Simulation, one: str, other: str) -> set[str]:
 def own(process: Process) -> set[str]:
     """Return the states of all open handoffs of one process, at its own end."""
     mover = process.mover
-    found = {f"source/{one.state.value}" for one in mover.source._handoffs.values()}  # noqa: SLF001 - looked at, not touched
-    found.update(f"sink/{one.state.value}" for one in mover.sink._handoffs.values())  # noqa: SLF001
+    found = {at_its_source(name, one.state.value) for name, one in mover.source._handoffs.items()}  # noqa: SLF001 - looked at, not touched
+    found.update(at_its_sink(name, one.state.value) for name, one in mover.sink._handoffs.items())  # noqa: SLF001
+    found.update(_of_scheduler(process.ranks[0]).values())
     return found
+
+
+def _of_scheduler(process: Process) -> dict[HandoffId, str]:
+    """Return the states of conversations in a scheduler process."""
+    reuse = process.scheduler.reuse
+    return {} if reuse is None else {name: f"{reuse.side}/{state}" for name, state in reuse.states().items()}
 
 
 def of_attempt(source: Process, sink: Process, handoff: HandoffId, attempt: int) -> set[str]:
@@ -57,24 +88,39 @@ def of_attempt(source: Process, sink: Process, handoff: HandoffId, attempt: int)
     one = source.mover.source._handoffs.get(handoff)  # noqa: SLF001
     mine = None if one is None else one.sinks.get(sink.me)
     if source.alive and one is not None and mine is not None and mine.attempt == attempt:
-        found.add(f"source/{one.state.value}")
+        found.add(at_its_source(handoff, one.state.value))
     other = sink.mover.sink._handoffs.get(handoff)  # noqa: SLF001
     if sink.alive and other is not None and other.attempt == attempt:
-        found.add(f"sink/{other.state.value}")
+        found.add(at_its_sink(handoff, other.state.value))
     return found
 
 
 def of_handoff(sim: Simulation, handoff: HandoffId, source: str, sink: str) -> set[str]:
-    """Return the states of a handoff between two hosts. A source knows what has ended."""
+    """Return the states of a handoff between two hosts, or, of a read for a conversation, wherever.
+
+    A source knows what has ended.
+    """
     found: set[str] = set()
+    if is_reuse(handoff):
+        source, sink = sim.readers[handoff.transfer]
+        found.update(
+            state for s in sim.living() if (state := _of_scheduler(s.process.ranks[0]).get(handoff)) is not None
+        )
     for slot in sim.living():
         if slot.host == source:
             states = [rank.mover.source.state(handoff) for rank in slot.process.ranks]
-            found.update(f"source/{state.value}" for state in states if state is not None)
+            found.update(at_its_source(handoff, state.value) for state in states if state is not None)
         elif slot.host == sink and source_of(slot, handoff) == source:
             others = [rank.mover.sink.state(handoff) for rank in slot.process.ranks]
-            found.update(f"sink/{state.value}" for state in others if state is not None)
+            found.update(at_its_sink(handoff, state.value) for state in others if state is not None)
     return found
+
+
+def of_reader(sim: Simulation, slot: Slot, request_id: str) -> set[str]:
+    """Return the states of the read for a request of a prefill engine; none where nothing was asked."""
+    reuse = slot.process.scheduler.reuse
+    handoff = None if reuse is None else reuse.handoff_of(request_id)
+    return set() if handoff is None else of_handoff(sim, handoff, "", "")
 
 
 def of_prefill(sim: Simulation, slot: Slot, request: Request) -> set[str]:
@@ -105,6 +151,8 @@ def at_source(sim: Simulation, slot: Slot) -> Iterator[tuple[HandoffId, set[str]
 
 def source_of(slot: Slot, handoff: HandoffId) -> str | None:
     """Return the host that a sink's open handoff is to come from."""
+    if is_reuse(handoff):
+        return slot.engine.sim.readers[handoff.transfer][0]
     ids = [rank.mover.sink.request(handoff) for rank in slot.process.ranks]
     request = slot.engine.requests.get(next((one for one in ids if one is not None), ""))
     return None if request is None or request.address is None else request.address.host
@@ -113,9 +161,11 @@ def source_of(slot: Slot, handoff: HandoffId) -> str | None:
 def _open(sim: Simulation) -> Iterator[tuple[str, set[str], str]]:
     """Return (host, hosts of the other end, state) for each end of each open handoff."""
     for slot in sim.living():
-        for _, hosts, state in at_source(sim, slot):
-            yield slot.host, hosts, f"source/{state.value}"
+        for handoff, hosts, state in at_source(sim, slot):
+            yield slot.host, hosts, at_its_source(handoff, state.value)
         for process in slot.process.ranks:
             for handoff, other in process.mover.sink._handoffs.items():  # noqa: SLF001
                 host = source_of(slot, handoff)
-                yield slot.host, set() if host is None else {host}, f"sink/{other.state.value}"
+                yield slot.host, set() if host is None else {host}, at_its_sink(handoff, other.state.value)
+        for handoff, what in _of_scheduler(slot.process.ranks[0]).items():
+            yield slot.host, set(sim.readers[handoff.transfer]) - {slot.host}, what

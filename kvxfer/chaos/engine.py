@@ -13,12 +13,14 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from kvxfer.chaos import concern
+from kvxfer.chaos.pool import Pool
 from kvxfer.chaos.process import BLOCK_SIZE, HEAD
+from kvxfer.chaos.turns import Prompt, fresh
 from kvxfer.protocol.actions import SinkFinished, SourceQuiet
 from kvxfer.transport import commands as cmd
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable
 
     from kvxfer.chaos.legs import Handoff
     from kvxfer.chaos.process import Process
@@ -40,8 +42,11 @@ class Request:
     heard: float
     address: cmd.EngineAddress | None = None  # of decode's source; None: nothing is handed over any more
     tokens: int = 0
-    tag: int = 0  # position p of its prompt is the tag ``tag + p``
+    tag: int = 0  # names its prompt
     prompt: tuple[bytes, ...] = ()  # its digest, that of all but its last token, and so on
+    said: Prompt = field(default_factory=lambda: fresh(0))
+    before: cmd.EngineAddress | None = None  # prefill: where the conversation's last turn was decoded
+    cached: int = 0  # prefill: positions that its own prefix cache has
     misled: bool = False  # its prompt is not the handoff's: it must never be moved
     state: str = "waiting"
     blocks: list[int] = field(default_factory=list)
@@ -56,46 +61,6 @@ class Request:
     aborted: bool = False
     owed: set[int] = field(default_factory=set)  # ranks that have not reported
     failed: str | None = None  # why its load failed on the first rank on which it did
-
-
-class Pool:
-    """Free blocks, first in first out; or, as a ``stack``, what was freed last is given away first.
-
-    References to blocks are counted, and ``blocks``, ``touch`` and ``free_blocks`` are vLLM's, for the connector's pins.
-    """
-
-    def __init__(self, num_blocks: int, *, stack: bool) -> None:
-        self.size = num_blocks
-        self.stack = stack
-        self.free = deque(range(num_blocks))
-        self.blocks = range(num_blocks)
-        self._references = [0] * num_blocks
-
-    def take(self, count: int) -> list[int]:
-        """Take so many."""
-        taken = [self.free.popleft() for _ in range(count)]
-        for block in taken:
-            self._references[block] = 1
-        return taken
-
-    def give(self, blocks: list[int]) -> None:
-        """Take them back, the last one first."""
-        self.free_blocks(blocks if self.stack else blocks[::-1])
-        blocks.clear()
-
-    def touch(self, blocks: Sequence[int]) -> None:
-        """Refer to blocks once more."""
-        for block in blocks:
-            assert self._references[block] > 0, "a free block was pinned"
-            self._references[block] += 1
-
-    def free_blocks(self, blocks: Iterable[int]) -> None:
-        """Refer to blocks once less; who is not referred to any more is free."""
-        for block in blocks:
-            assert self._references[block] > 0, "a block was freed twice"
-            self._references[block] -= 1
-            if not self._references[block]:
-                (self.free.appendleft if self.stack else self.free.append)(block)
 
 
 class Engine:
@@ -132,10 +97,11 @@ class Engine:
             return
         step, self._step = self._step, cmd.Step()
         self.schedule(step)
+        self.answer(step)
         if step:
             for rank in self.process.ranks:
                 rank.post(cmd.StepBegin(step, rank.device.fence()))
-        self.process.soon(0.002, lambda: self._end(computing=bool(step.progress)))
+        self.process.soon(0.002, lambda: self._end(computing=step.computing))
 
     def _end(self, *, computing: bool) -> None:
         world, ranks = self.sim.world, self.process.ranks
@@ -156,7 +122,9 @@ class Engine:
             while rank.results:
                 self._take(rank.results.popleft(), rank.me.rank)
         self._stepping = False
-        if busy or self._step:
+        if self.sim.conversing:
+            self.sim.trouble.aims.look(ranks[0])
+        if busy or self._step or self.pending():
             self.stir()
         elif self.waiting or self.running:
             # A real engine would spin until somebody gives blocks back.
@@ -190,14 +158,14 @@ class Engine:
                 self._write(one, rank, (number, head), (start, end), check)
 
     def _write(self, one: Request, rank: Process, head: tuple[int, int], span: tuple[int, int], check: int) -> None:
-        (start, end), tag = span, one.tag + head[1] * HEAD
+        (start, end), tags, head_tag = span, one.said.tags, head[1] * HEAD
         stride, first = len(rank.heads) * BLOCK_SIZE, head[0] * BLOCK_SIZE
         blocks, cells, seen, unseen = list(one.blocks), rank.cells, rank.seen, rank.unseen
 
         def act() -> None:
             for p in range(check):
                 cell = blocks[p // BLOCK_SIZE] * stride + first + p % BLOCK_SIZE
-                if (seen(cell) if cell in unseen else cells[cell]) != tag + p:
+                if (seen(cell) if cell in unseen else cells[cell]) != tags[p] + head_tag:
                     self.sim.violate(
                         "wrong_bytes",
                         one.handoff.id.transfer,
@@ -206,7 +174,7 @@ class Engine:
                     break
             for p in range(start, end):
                 cell = blocks[p // BLOCK_SIZE] * stride + first + p % BLOCK_SIZE
-                cells[cell] = tag + p
+                cells[cell] = tags[p] + head_tag
                 if cell in unseen:
                     del unseen[cell]
 
@@ -232,6 +200,13 @@ class Engine:
     def schedule(self, step: cmd.Step) -> None:
         """Decide what a step does."""
         raise NotImplementedError
+
+    def answer(self, step: cmd.Step) -> None:
+        """End a step's scheduling with what is asked by others."""
+
+    def pending(self) -> bool:
+        """Tell whether a step is needed that no request asks for."""
+        return False
 
     def update(self) -> None:
         """Take the step's outputs."""

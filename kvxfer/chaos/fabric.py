@@ -12,6 +12,7 @@ import ctypes
 from typing import TYPE_CHECKING, Any
 
 from kvxfer.chaos import concern
+from kvxfer.chaos.aims import Target
 from kvxfer.errors import TransportError
 from kvxfer.protocol.messages import unpack_written
 from kvxfer.transport.agent import Status
@@ -27,12 +28,16 @@ LATE = 0.05
 """Seconds after its data from which on a notification is late."""
 SOON = 0.002
 """Seconds for which it is not worth while to hide data: no forward comes so soon after a report."""
+AT_ITS_END = 0.6
+"""Probability of a slow read for a conversation that lands about when its pin ends."""
 LIKELIER = {
     "sink/cancelling": 40.0,
     "sink/fencing": 60.0,
     "source/served": 12.0,
     "source/computing": 4.0,
     "sink/reading": 4.0,
+    "reader/reading": 4.0,
+    "reader/cancelling": 40.0,
 }
 """How much likelier a fault of the fabric is in states that pass soon, so that it happens there at all."""
 
@@ -67,7 +72,35 @@ class Fabric(TwinFabric):
         if transfer.operation == "WRITE":
             self._kept.append(transfer)
             self._carried[id(transfer)] = {mine: ctypes.string_at(mine, n) for mine, n, _ in transfer.local.tolist()}
+        if self.sim.conversing and transfer.operation == "READ" and (due := self._slow_read(transfer)) is not None:
+            self.last_due = due
+            self.world.at(due, self._finish, transfer, posted)
+            return
         self.last_due = self._after((low, high), lambda: self._finish(transfer, posted))
+
+    def _slow_read(self, transfer: TwinTransfer) -> float | None:
+        """Return when a read for a conversation lands that takes long: at any time, or about when its pin ends.
+
+        Its reader hears nothing more of its holder then; and what is free there is computed into before it lands.
+        """
+        world, sim, reader = self.world, self.sim, self.shores[transfer.sender]
+        reading = reader.reading(transfer.local[0, 0])
+        if reading is None or not concern.is_reuse(reading[0]) or not sim.trouble.draws("slow_read"):
+            return None
+        sim.struck("slow_read")
+        slot = sim.slot(sim.readers[reading[0].transfer][0])
+        reuse = slot.process.scheduler.reuse
+        end = None if reuse is None else reuse.pinned_until(reading[0])
+        due = world.now + self._random.uniform(0.5, 6.0)
+        evicted = due - self._random.uniform(0.01, 0.5)
+        if end is not None and self._random.random() < AT_ITS_END:
+            due = max(world.now, end + self._random.uniform(-0.2, 0.6))
+            evicted = end + 0.002
+            for pair in ((slot.host, reader.host), (reader.host, slot.host)):
+                sim.network.stall(*pair, due)
+        target = Target(slot, sim.slot(reader.host), slot, reading[0])
+        world.at(evicted, lambda: None if sim.trouble.over else sim.trouble.strikes.evict(target))
+        return due
 
     def _finish(self, transfer: TwinTransfer, posted: float = 0.0) -> None:
         shore = self.shores[transfer.sender]

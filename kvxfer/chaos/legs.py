@@ -7,6 +7,7 @@ prompts differ. Clients go away.
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from kvxfer.chaos.aims import Aim, Target
 from kvxfer.chaos.decode import DecodeEngine
 from kvxfer.chaos.engine import Request
 from kvxfer.chaos.prefill import PrefillEngine
+from kvxfer.chaos.turns import CONTINUED, LAST, Prompt, another_turn, fresh
 from kvxfer.protocol.ids import HandoffId
 from kvxfer.transport.commands import LESS, EngineAddress
 
@@ -45,11 +47,12 @@ MUCH = 2
 
 @dataclass(frozen=True, slots=True)
 class Handoff:
-    """What both legs are about. Position p of its prompt is the tag ``tag + p``."""
+    """What both legs are about. ``tag`` names its prompt."""
 
     id: HandoffId
     tag: int
     tokens: int
+    prompt: Prompt
 
 
 def digest(tag: int, tokens: int) -> bytes:
@@ -64,6 +67,8 @@ class Legs:
         self.sim = sim
         self.to_come = 0
         self.told = sim.world.random.random() < 0.8  # noqa: PLR2004 - engines can tell a digest of their prompts
+        self.answered: deque[tuple[Handoff, str]] = deque(maxlen=LAST)
+        """In a world with conversations: what was answered of late, and by which host."""
         self._handoffs: list[Handoff] = []
         self._pairs: dict[str, tuple[str, str]] = {}  # transfer -> hosts of its last legs
         self._sinks: dict[str, set[str]] = {}
@@ -84,7 +89,11 @@ class Legs:
             return
         self.sim.result.handoffs += 1
         number = len(self._handoffs) + 1
-        handoff = Handoff(HandoffId(f"h{number}", draw.choice((0, 0, 1))), number << 10, draw.randint(1, LONGEST - 6))
+        name, tokens = HandoffId(f"h{number}", draw.choice((0, 0, 1))), draw.randint(1, LONGEST - 6)
+        prompt = fresh(number << 10)
+        if self.answered and draw.random() < CONTINUED:
+            prompt, tokens = another_turn(self.sim.world, *draw.choice(self.answered), number << 10, LONGEST - 6)
+        handoff = Handoff(name, number << 10, tokens, prompt)
         self._handoffs.append(handoff)
         self._sinks[handoff.id.transfer] = set()
         self._send(handoff, *self._anybody())
@@ -189,7 +198,10 @@ class Legs:
         if fault not in ("prefill_leg", "decode_leg"):
             self._count(fault, handoff, source, sink)
         request = Request(self._next(prefill), handoff, slot.process.clock(), tokens=handoff.tokens, tag=handoff.tag)
-        if not prefill:
+        request.said = handoff.prompt
+        if prefill:
+            self._name_the_turn_before(request)
+        else:
             self._mislead(request, source, sink, wrong)
             request.grow = self.sim.world.random.randint(1, 5)
         if self.told:
@@ -199,6 +211,19 @@ class Legs:
         )
         self.sim.world.note(slot.host, handoff.id.transfer, what)
         slot.process.awake(lambda: self._admit(slot, request))
+
+    def _name_the_turn_before(self, request: Request) -> None:
+        """Tell a prefill leg where its conversation was decoded; or somewhere else, or where nobody lives."""
+        before = request.handoff.prompt.before
+        if not before:
+            return
+        slot = self.sim.slot(before)
+        port, name = PORT, self.sim.world.random.choice((slot.engine_id, ""))
+        if self.sim.trouble.draws("wrong_holder"):
+            self.sim.struck("wrong_holder")
+            slot = self.sim.world.random.choice(self.sim.decode_slots)
+            port, name = self.sim.world.random.choice(((PORT, ""), (PORT, "somebody"), (7, "")))
+        request.before = EngineAddress(slot.host, port, name, front=True)
 
     def _mislead(self, request: Request, source: Slot, sink: Slot, wrong: Sequence[str]) -> None:
         """Give a decode leg its source's address and its prompt, right or wrong."""
@@ -215,6 +240,7 @@ class Legs:
                 request.tokens = max(1, request.tokens - draw.randint(MUCH, 5))
             elif fault == "other_prompt" and self.told:
                 request.tag = request.handoff.tag + ANOTHER
+                request.said = fresh(request.tag)
             else:
                 continue
             self._count(fault, request.handoff, source, sink)
@@ -238,6 +264,9 @@ class Legs:
         if isinstance(engine, PrefillEngine):
             if request.state in ("waiting", "running"):
                 self.sim.struck("abort_prefill", concern.of_prefill(self.sim, slot, request))
+                self._count_reader(slot, request)
+            elif request.state == "loading" and not request.aborted:
+                self._count_reader(slot, request)
         elif not request.aborted:
             source = "" if request.address is None else request.address.host
             self.sim.struck("abort_decode", concern.of_handoff(self.sim, handoff.id, source, slot.host))
@@ -247,6 +276,11 @@ class Legs:
             self.retry(slot, handoff)
 
     # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _count_reader(self, slot: Slot, request: Request) -> None:
+        """Count that a request goes away for which something is asked or read."""
+        if states := concern.of_reader(self.sim, slot, request.id):
+            self.sim.struck("abort_reader", states)
 
     def _count(self, fault: str, handoff: Handoff, source: Slot, sink: Slot) -> None:
         """Count a fault of a leg. What is said of a handoff's only leg is not said of an id that is used again."""

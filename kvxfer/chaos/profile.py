@@ -224,6 +224,11 @@ PARALLEL = ((1, 2), (2, 1), (2, 2), (4, 2), (2, 4), (4, 1))
 SHARE_PARALLEL = 0.2
 """Share of such worlds, of every kind."""
 
+SHARE_CONVERSING = 0.25
+"""Share of worlds, of every kind, whose prompts continue each other, and whose prefill engines take back what decode holds."""
+SKEWED = 0.02
+"""By how much clocks are wrong in some of these: leases for reading have a margin for just that."""
+
 CYCLE = (CALM, MIXED, PREEMPTIONS, OVERHEARD, USURPERS, DEAF, ECHOES, SLEEPERS, SLOW_READS, REBIRTHS)
 
 
@@ -241,6 +246,11 @@ def parallel(seed: int) -> tuple[int, int]:
     """Return how many ranks a seed's prefill and decode engines have."""
     draw = Random(f"ranks in {seed}")  # noqa: S311 - a kind of world
     return draw.choice(PARALLEL) if draw.random() < SHARE_PARALLEL else (1, 1)
+
+
+def conversing(seed: int) -> bool:
+    """Tell whether a seed's prompts continue each other."""
+    return Random(f"conversations in {seed}").random() < SHARE_CONVERSING  # noqa: S311 - a kind of world
 
 
 def seeds_of(name: str, count: int) -> list[int]:

@@ -29,6 +29,8 @@ class Summary:
     outcomes: Counter[str] = field(default_factory=Counter)
     coverage: Coverage = field(default_factory=dict)
     struck: Coverage = field(default_factory=dict)
+    reuse: Counter[str] = field(default_factory=Counter)
+    """What became of conversations, see ``Result``."""
     violations: Counter[str] = field(default_factory=Counter)
     failing: dict[int, Violation] = field(default_factory=dict)
     """The first violation of each failing seed."""
@@ -40,6 +42,7 @@ class Summary:
             "handoffs": self.handoffs,
             "moved": self.moved,
             "faults": dict(sorted(self.faults.items())),
+            "reuse": dict(sorted(self.reuse.items())),
             "outcomes": dict(self.outcomes.most_common()),
             "coverage": {**_plain(self.coverage), "faults": _plain(self.struck)},
             "seldom_taken": seldom_taken(self.coverage),
@@ -69,6 +72,7 @@ def run(seeds: Iterable[int], handoffs: int = 100, done: Callable[[Result], None
             summary.events += result.events
             summary.faults.update(result.faults)
             summary.outcomes.update(result.outcomes)
+            summary.reuse.update(result.reuse)
             for fault, states in result.struck.items():
                 summary.struck.setdefault(fault, Counter()).update(states)
             summary.violations.update(violation.check for violation in result.violations)

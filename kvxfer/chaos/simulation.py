@@ -25,7 +25,8 @@ from kvxfer.chaos.outcomes import kind_of
 from kvxfer.chaos.possible import POSSIBLE
 from kvxfer.chaos.prefill import PrefillEngine
 from kvxfer.chaos.process import BLOCK_SIZE, Process, settings_of
-from kvxfer.chaos.profile import HEADS, Profile, introduced, parallel, profile_of
+from kvxfer.chaos.profile import HEADS, SKEWED, Profile, conversing, introduced, parallel, profile_of
+from kvxfer.chaos.reuse import settings_of as reuse_settings_of
 from kvxfer.chaos.trouble import Trouble
 from kvxfer.chaos.world import World
 from kvxfer.protocol.auth import Secret
@@ -54,6 +55,8 @@ CHECKS = (
 BETWEEN = 0.2
 """Mean seconds between two handoffs, where transfers are quick and storms rare."""
 BETWEEN_SLOW = 0.4
+REMEMBERED = 24
+"""Blocks that decode engines have for conversations beside those that are drawn."""
 DRAINED = 0.92
 """Part of the drain bound in which everything has landed, even by clocks that are much too fast."""
 TROUBLED = 0.75
@@ -85,6 +88,8 @@ class Result:
     faults: Counter[str] = field(default_factory=Counter)
     struck: dict[str, Counter[str]] = field(default_factory=lambda: {fault: Counter() for fault in POSSIBLE})
     """Fault → state → how often it concerned a handoff in that state."""
+    reuse: Counter[str] = field(default_factory=Counter)
+    """What became of conversations: leases by how they went, and the product's own counters."""
     violations: list[Violation] = field(default_factory=list)
     digest: int = 0
     events: int = 0
@@ -153,6 +158,15 @@ class Simulation:
             eager=self.introduced,
             slice_tokens=2 * BLOCK_SIZE if mirrored else None,
         )
+        self.conversing = conversing(seed)
+        self.reuses = 0
+        self.counters: list[dict[str, int]] = []  # of all parts of reuse that there have been
+        self.readers: dict[str, tuple[str, str]] = {}
+        """Of each read for a conversation: where it is held, and where it is wanted."""
+        self.skew: float | None = None
+        if self.conversing:
+            self.reuse_settings = reuse_settings_of(profile, draw.choice((16, 16, "auto")))
+            self.skew = draw.choice((None, SKEWED))
         self.poll = draw.choice((0.0003, 0.0003, 0.02))
         self.stack = draw.random() < 0.5 if profile.stack is None else profile.stack  # noqa: PLR2004
         self.fabric = Fabric(self, drained=DRAINED * self.settings.drain_bound)
@@ -180,6 +194,8 @@ class Simulation:
             logger.removeHandler(handler)
             logger.setLevel(level)
             logger.propagate = propagate
+        for counters in self.counters:
+            self.result.reuse.update(counters)
         self.result.digest, self.result.events = self.world.digest, self.world.events
         self.result.trace = self.world.trace
         return self.result
@@ -208,6 +224,7 @@ class Simulation:
         draw = self.world.random
         num_blocks = LONGEST // BLOCK_SIZE + draw.choice((draw.randint(4, 10), draw.randint(4, 32)))
         num_blocks += 0 if prefills else self.profile.more_blocks
+        num_blocks += REMEMBERED if self.conversing and not prefills else 0
         process = Process(self, host, f"{host}-engine", PORT, num_blocks)
         engine = PrefillEngine(self, process, num_blocks) if prefills else DecodeEngine(self, process, num_blocks)
         self.slots.append(Slot(host, prefills, f"{host}-engine", num_blocks, process, engine))
@@ -269,11 +286,13 @@ class Simulation:
 
     def drift_at(self, host: str) -> float | None:
         """Return by how much a host's clock is wrong; None for a little."""
-        drift = self.profile.drift
+        drift = self.profile.drift or self.skew
         return drift if drift is None or host.startswith("d") else -drift
 
     def sinks_of(self, handoff: HandoffId) -> set[str]:
         """Return the hosts that decode legs of a handoff have been sent to."""
+        if concern.is_reuse(handoff):
+            return {self.readers[handoff.transfer][1]}
         return self.legs.sinks_of(handoff)
 
     def living(self, *, prefills: bool | None = None) -> list[Slot]:
@@ -294,6 +313,18 @@ class Simulation:
             self.violate(
                 "needless", one.handoff.id.transfer, f"nothing went wrong, and yet {one.id} got nothing: {reason}"
             )
+
+    def taken_back(self, one: Request, reason: str | None) -> None:
+        """A read for a conversation was reported.
+
+        Where nothing goes wrong it fails for one reason alone: what is left of a lease, under which a request has waited for
+        room, may be too short for a slow read.
+        """
+        self.result.reuse["read" if reason is None else "not read"] += 1
+        self.result.outcomes[kind_of(f"taken back: {reason or 'read'}")] += 1
+        if reason is not None and self.trouble.calm and not one.aborted and "after its lease had ended" not in reason:
+            what = f"nothing went wrong, and yet {one.id} did not get its conversation: {reason}"
+            self.violate("needless", one.handoff.id.transfer, what)
 
     def process_of(self, rank: RankId) -> Process | None:
         """Return the process, if it lives, that a worker rank is."""
@@ -317,6 +348,7 @@ class Simulation:
     def _quiet(self) -> bool:
         return not self.legs.to_come and not any(
             s.engine.requests
+            or (s.process.scheduler.reuse is not None and s.process.scheduler.reuse.busy)
             or any(r.asleep or r.results or len(r.mover.source) or len(r.mover.sink) for r in s.process.ranks)
             for s in self.living()
         )

@@ -54,6 +54,8 @@ class Strikes:
             "double_prefill_leg": lambda target: self._double(target, "double_prefill_leg"),
             "double_decode_leg": lambda target: self._double(target, "double_decode_leg"),
             "repeated_id": self._repeated_id,
+            "eviction": self.evict,
+            "abort_reader": self._abort_reader,
         }
 
     def anybody(self) -> Target:
@@ -294,6 +296,38 @@ class Strikes:
             if self.sim.world.random.random() < SLOW_CANCEL:
                 self.sim.network.slow_about.add(one.handoff.id.transfer)
             self.sim.legs.abort(slot, slot.engine, one)
+        return bool(requests)
+
+    # --- conversations ----------------------------------------------------------------------------------------------
+
+    def evict(self, target: Target) -> bool:
+        """Let somebody's prompt take what is free in decode's cache."""
+        slot = target.source if target.handoff is not None else target.sink
+        if slot is None or not slot.process.alive or slot.process.asleep:
+            return False
+        assert isinstance(slot.engine, DecodeEngine)
+        states = {
+            state for state in concern.of_process(self.sim, slot.host) if state.startswith(("holder/", "reader/"))
+        }
+        self._note("eviction", states, f"{slot.host} computes what needs all that is free")
+        slot.engine.evict()
+        return True
+
+    def _abort_reader(self, target: Target) -> bool:
+        """Let a client of prefill go away whose conversation is asked for, or read."""
+        slot = target.sink if target.handoff is not None else target.source
+        if slot is None or not slot.process.alive or slot.process.asleep:
+            return False
+        assert isinstance(slot.engine, PrefillEngine)
+        taking = slot.engine.taking
+        name = None if taking is None or target.handoff is None else taking.request_of(target.handoff)
+        requests = [
+            one
+            for one in slot.engine.requests.values()
+            if not one.aborted and one.state in ("waiting", "loading") and name in (None, one.id)
+        ]
+        if requests:
+            self.sim.legs.abort(slot, slot.engine, self.sim.world.random.choice(requests))
         return bool(requests)
 
     def _double(self, target: Target, fault: str) -> bool:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from kvxfer.chaos import concern
 from kvxfer.chaos.aims import Aim, Aims, Target
-from kvxfer.chaos.possible import POSSIBLE
+from kvxfer.chaos.engine import LATE
+from kvxfer.chaos.possible import POSSIBLE, REUSE
 from kvxfer.chaos.strikes import Strikes
 from kvxfer.protocol.sink import State
 
@@ -65,8 +66,28 @@ EVENTS = {
 }
 """Mean seconds between two, in a world where this kind happens."""
 
+REUSE_EVENTS = {"eviction": 4.0, "abort_reader": 3.0}
+"""The same, in worlds with conversations."""
+
+REUSE_CHANCES = {"wrong_holder": 0.06, "slow_read": 0.3}
+"""Probability per occasion, in every world with conversations that is not calm."""
+
+WEIGHTS_OF_REUSE = {
+    "reader/asked": 2.0,
+    "reader/opening": 8.0,
+    "reader/registered": 6.0,
+    "reader/reading": 4.0,
+    "reader/cancelling": 8.0,
+    "reader/fencing": 7.0,
+    "holder/expected": 7.0,
+}
+"""How much likelier than others a state of a read for a conversation is that an event waits for: these pass soon."""
+
 WEIGHTS = {"sink/cancelling": 3.0, "sink/fencing": 2.5, "sink/reading": 5.5, "sink/opening": 1.5, "source/served": 1.5}
 """How much likelier than others a state is that an event waits for."""
+
+LATE_GRANT = 0.15
+"""Probability of a grant behind a step that is late, where it is not calm: then who reads registers first."""
 
 SOON = 0.2
 """Seconds before the end of a fence in which something else is made to happen."""
@@ -89,7 +110,11 @@ class Trouble:
             profile.chances
         )
         self.storm = profile.storm or draw.choice((1.0, 1.0, 0.5))
+        if sim.conversing:
+            self._chances |= REUSE_CHANCES if profile.others else {}
         events = {kind: self.storm * mean for kind, mean in EVENTS.items() if draw.random() < profile.others}
+        if sim.conversing:
+            events |= {kind: self.storm * mean for kind, mean in REUSE_EVENTS.items() if profile.others}
         self._events = events | dict(profile.events)
         self._set_fabric()
         sim.network.slow = self._chances.get("slow_word", 0.0)
@@ -148,6 +173,13 @@ class Trouble:
             self.sim.struck("late_mover", concern.own(process))
             process.hold_mover(self.sim.world.random.uniform(0.0, 0.5))
 
+    def after_grant(self, process: Process) -> None:
+        """A lease was given to a reader: perhaps what its step launches begins late, and with it the grant of the ranks."""
+        if not self.over and not self.calm and self.sim.world.chance(LATE_GRANT):
+            for rank in process.ranks:
+                self.sim.struck("late_device", concern.own(rank))
+                rank.device.delay(self.sim.world.random.uniform(*LATE))
+
     def _before_a_revocation(self, process: Process) -> None:
         """Let a client go away whose handoff is beside one whose fence is about to end by a revocation."""
         handoffs, now = process.mover.sink._handoffs, process.clock()  # noqa: SLF001 - looked at, not touched
@@ -171,10 +203,15 @@ class Trouble:
         if draw.random() >= AIMED:
             act(self.strikes.anybody())
             return
-        self.aims.add(Aim(self.state_for(kind), act))
+        if kind not in REUSE_EVENTS:
+            self.aims.add(Aim(self.state_for(kind), act))
+        if self.sim.conversing and (states := [state for state in POSSIBLE[kind] if state in REUSE]):
+            state = draw.choices(states, [WEIGHTS_OF_REUSE.get(state, 1.0) for state in states])[0]
+            self.aims.add(Aim(state, act))
 
     def state_for(self, kind: str, side: str = "") -> str:
-        """Draw a state in which a fault shall strike, rather one that passes soon; none that this world never sees."""
+        """Draw a handoff's state in which a fault shall strike, rather one that passes soon; none that this world never sees."""
         never = {"source/closed"} if self.sim.settings.mode == "pull" else {"source/closed", "sink/reading"}
+        never.update(REUSE)
         states = [state for state in POSSIBLE[kind] if state not in never and state.startswith(side)]
         return self.sim.world.random.choices(states, [WEIGHTS.get(state, 1.0) for state in states])[0]

@@ -84,16 +84,31 @@ class _Lease:
     next_at: float
 
 
-class TakingBack:
-    """Of one engine. All but ``on_…`` is called by the scheduler's thread, these by the control thread."""
+def _unheard_of() -> HandoffId:
+    return HandoffId(f"reuse-{secrets.token_hex(12)}")
 
-    def __init__(self, settings: Settings, tables: Tables, model: str, control: ControlChannel) -> None:
+
+class TakingBack:
+    """Of one engine. All but ``on_…`` is called by the scheduler's thread, these by the control thread.
+
+    ``name`` makes the name of each load, which nobody else may ever use.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        tables: Tables,
+        model: str,
+        control: ControlChannel,
+        name: Callable[[], HandoffId] = _unheard_of,
+    ) -> None:
         self.counters: dict[str, int] = {"reuse_fetched_tokens": 0, "reuse_recomputed_tokens": 0, "reuse_requests": 0}
         self._timeout = settings.reuse_timeout
         self._tables = tables
         self._block_size = tables.groups[0].block_size
         self._model = model
         self._control = control
+        self._name = name
         self._courier = Courier(control)
         self._worth = Worth(settings.kv_recompute_threshold)
         self._reuses: dict[str, _Reuse] = {}
@@ -117,8 +132,7 @@ class TakingBack:
     def began(self, request: Any, address: EngineAddress, now: float) -> None:
         """Take note of a request whose conversation was decoded at ``address``."""
         self.counters["reuse_requests"] += 1
-        handoff = HandoffId(f"reuse-{secrets.token_hex(12)}")
-        self._reuses[request.request_id] = _Reuse(address, handoff, now)
+        self._reuses[request.request_id] = _Reuse(address, self._name(), now)
 
     def matched(self, request: Any, computed: int, now: float) -> tuple[int | None, bool]:
         """Say how many positions behind the first ``computed`` will be loaded; None for "ask again later"."""
@@ -156,7 +170,7 @@ class TakingBack:
         one.start, one.tokens = start, tokens
         one.blocks = set(tables[0][start // size : -(-end // size)])
         every = max(0.5, (one.until - one.answered) / 3)
-        lease = _Lease(one.address, every, now + every)
+        lease = _Lease(one.address, every, one.answered + every)  # counted like the lease, however long this has waited
         self._control.call(lambda _now: self._leases.__setitem__(one.handoff, lease), wake=False)
         blocks = self._tables.spanning(tables, start, end)
         ranks = structs.replace(one.address, front=False)

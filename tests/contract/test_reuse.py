@@ -62,14 +62,14 @@ class Pair:
 
         engine._execute = counted
 
-    def turn(self, tokens: list[int], count: int = 20, *, reuse: bool = True, salt: str | None = None) -> list[int]:
-        name = self.begin(tokens, count, reuse=reuse, salt=salt)
+    def turn(self, tokens: list[int], count: int = 20, *, reuse: bool = True, **shaping: Any) -> list[int]:
+        name = self.begin(tokens, count, reuse=reuse, **shaping)
         self.settle()
         assert self.p.problems == self.d.problems == []
         return self.d.outputs[f"{name}-d"]
 
-    def begin(self, tokens: list[int], count: int = 20, *, reuse: bool = True, salt: str | None = None) -> str:
-        """Send both legs."""
+    def begin(self, tokens: list[int], count: int = 20, *, reuse: bool = True, **shaping: Any) -> str:
+        """Send both legs. ``shaping``: a salt, or multimodal features."""
         name = next(self.names)
         first = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": name}
         if reuse:
@@ -86,10 +86,10 @@ class Pair:
             "remote_host": "127.0.0.1",
             "remote_port": self.p.scheduler.connector._scheduler.control.port,
         }
-        self.p.add(f"{name}-p", tokens, first, salt=salt)
+        self.p.add(f"{name}-p", tokens, first, **shaping)
         if self.mode == "pull":
             self.run(lambda: f"{name}-p" in self.p.finish_reasons)
-        self.d.add(f"{name}-d", tokens, second, max_tokens=count, salt=salt)
+        self.d.add(f"{name}-d", tokens, second, max_tokens=count, **shaping)
         return name
 
     def settle(self) -> None:

@@ -193,12 +193,23 @@ class SimEngine:
         params: dict[str, Any] | None,
         max_tokens: int = 1,
         salt: str | None = None,
+        features: list[Any] | None = None,
+        lora: Any = None,
         **options: Any,
     ) -> None:
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, extra_args=None, **options)
         if params is not None:
             sampling.extra_args = {"kv_transfer_params": params}
-        request = Request(request_id, tokens, sampling, None, cache_salt=salt, block_hasher=self._hasher)
+        request = Request(
+            request_id,
+            tokens,
+            sampling,
+            None,
+            cache_salt=salt,
+            mm_features=features,
+            lora_request=lora,
+            block_hasher=self._hasher,
+        )
         request.kv_transfer_params = params
         self.outputs[request_id] = []
         self._made[request_id] = []

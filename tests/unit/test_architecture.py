@@ -45,6 +45,9 @@ MAY_IMPORT = {
         "kvxfer.transport",
         "kvxfer.connector.announce",
         "kvxfer.connector.pins",
+        "kvxfer.config",
+        "kvxfer.connector.retained",
+        "kvxfer.connector.taking_back",
     },
     # The bench measures the transport, and looks at engines from outside as an operator does.
     "kvxfer/bench/": {ERRORS, ADDRESSES, "kvxfer.protocol", "kvxfer.layout", "kvxfer.transport", "kvxfer.rails"},

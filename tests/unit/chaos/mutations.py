@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvxfer.connector import retained, shaping
 from kvxfer.connector.pins import Pins
 from kvxfer.protocol import peers, sink, source
 from kvxfer.protocol.actions import Send, SourceFinished
+from kvxfer.protocol.chain import DIGEST
 from kvxfer.protocol.ids import RankId
 from kvxfer.protocol.intervals import IntervalSet
 from kvxfer.protocol.messages import Seal
@@ -763,6 +765,91 @@ def promises_end_with_their_sessions(patch):
     )
 
 
+# --- conversations -----------------------------------------------------------------------------------------------------------
+
+
+@mutation
+def retained_blocks_are_not_pinned(patch):
+    """What a reader was granted is free, and anybody's."""
+
+    class Unpinned(Pins):
+        def pin(self, request_id, blocks):
+            return True
+
+        def let_go(self, request_id, tables=()):
+            pass
+
+    patch.setattr(retained, "Pins", Unpinned)
+
+
+@mutation
+def pins_end_before_their_leases(patch):
+    """Blocks are let go of while a reader may still read under its lease."""
+
+    def make(original):
+        def grant(self, *args):
+            held = list(original(self, *args))
+            for one in held:
+                lease = self._leases[one.handoff]
+                lease.until = lease.last = lease.until - 2.0
+                self._look_ahead()
+            return held
+
+        return grant
+
+    wrap(patch, retained.Retained, "_grant", make)
+
+
+@mutation
+def ranks_grant_for_longer_than_the_pin(patch):
+    """Decode's ranks do not know when the pin ends."""
+    held = retained.SourceHeld
+    patch.setattr(retained, "SourceHeld", lambda a, b, c, until, computing: held(a, b, c, until + 30.0, computing))
+
+
+@mutation
+def reads_have_no_margin(patch):
+    """A read counts until the end of its lease by the reader's clock, however slow that is."""
+    wrap(
+        patch,
+        sink.Sink,
+        "__init__",
+        lambda original: lambda self, *args, **more: original(self, *args, **{**more, "lease_margin": 0.0}),
+    )
+
+
+@mutation
+def the_seed_forgets_the_salt(patch):
+    """Equal tokens are taken for the same conversation."""
+    patch.setattr(shaping, "seed", lambda *shapes: b"the same for all")
+
+
+@mutation
+def evicted_blocks_are_named(patch):
+    """Decode names blocks by what it remembers, whether or not the cache still has them."""
+    patch.setattr(
+        retained.Retained,
+        "_find",
+        lambda self, ask, first: [one for one in self._pool.blocks if not one.ref_cnt and one.key is not None][
+            : len(ask.chain) // DIGEST
+        ],
+    )
+
+
+@mutation
+def held_before_it_is_computed(patch):
+    """What a step may still write is granted to readers at once."""
+
+    def make(original):
+        def begin(self, step, fence):
+            original(self, step, fence)
+            self._held = type(self._held)((Passed(), one) for _, one in self._held)
+
+        return begin
+
+    wrap(patch, steps.Steps, "begin", make)
+
+
 BEHIND_ANOTHER = {
     "old_answers_count": (
         "only the answer to the last question counts, and the next question follows about a second later: one of some 1,700 deaf "
@@ -795,6 +882,14 @@ BEHIND_ANOTHER = {
 """Guards that nothing depends on, since others stand behind them: these save time. Why no seed can find that they are gone."""
 
 NOT_MET = {
+    "reads_have_no_margin": (
+        "what a slow clock adds to a lease that is renewed is a tenth of a second, in which a read must land; "
+        "tests/unit/protocol/test_sink.py attacks it directly, and a kind of world that meets it is wanted"
+    ),
+    "held_before_it_is_computed": (
+        "a turn comes some time after the answer before it, when what that computed is long done; "
+        "tests/unit/transport/test_steps.py attacks it directly"
+    ),
     "a_grant_of_one_rank_is_a_lease_of_all": (
         "grants of an engine's ranks are asked for and given together, and one that is asleep frees nothing; "
         "tests/unit/protocol/test_parallel_sink.py attacks it directly"

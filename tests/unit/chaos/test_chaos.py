@@ -11,11 +11,11 @@ from typer.testing import CliRunner
 from kvxfer.chaos.command import register
 from kvxfer.chaos.coverage import not_foreseen, seldom_struck, seldom_taken
 from kvxfer.chaos.outcomes import kind_of
-from kvxfer.chaos.possible import CLOSED, IMPOSSIBLE, OPEN, POSSIBLE
-from kvxfer.chaos.profile import CYCLE, profile_of, seeds_of
+from kvxfer.chaos.possible import CLOSED, IMPOSSIBLE, MAY_BE_MISSED, OPEN, PASSING, POSSIBLE, REUSE
+from kvxfer.chaos.profile import CYCLE, conversing, profile_of, seeds_of
 from kvxfer.chaos.run import run, story
 from kvxfer.chaos.simulation import Simulation
-from kvxfer.chaos.trouble import EVENTS
+from kvxfer.chaos.trouble import EVENTS, REUSE_EVENTS, WEIGHTS_OF_REUSE
 from kvxfer.chaos.world import DRIFT, Clock, World
 from tests.unit.chaos.mutations import MUTATIONS
 
@@ -47,14 +47,29 @@ def test_much_is_moved_and_much_goes_wrong(summary):
 
 def test_most_transitions_are_taken_and_most_faults_strike_in_most_states(summary):
     """The rest needs more seeds."""
-    assert len(seldom_taken(summary.coverage, 1)) <= 10
+    assert len(seldom_taken(summary.coverage, 1)) <= 20
     pairs = sum(map(len, POSSIBLE.values()))
-    assert len(seldom_struck(summary.struck, 1)) < pairs / 4
+    assert len(seldom_struck(summary.struck, 1)) < pairs / 3
+
+
+def test_conversations_are_taken_back_and_refused_for_every_reason(summary):
+    assert sum(map(conversing, SEEDS)) >= 4
+    for what, least in {
+        "reuse_asked": 100, "pinned": 40, "read": 30, "renewed": 5, "expired": 4, "not read": 3,
+        "reuse_not_held": 40, "reuse_no_room": 10, "reuse_fetched_tokens": 1500, "reuse_recomputed_tokens": 100,
+        "reuse_declined_not_held": 1000, "reuse_declined_no_answer": 500, "reuse_declined_threshold": 100,
+    }.items():  # fmt: skip
+        assert summary.reuse[what] >= least, f"{what} was hardly met: {summary.reuse}"
+
+
+def test_a_world_without_conversations_asks_for_none():
+    seed = next(seed for seed in SEEDS if not conversing(seed))
+    assert not Simulation(seed, 20).run().reuse
 
 
 def test_nothing_impossible_has_happened(summary):
     assert not_foreseen(summary.struck) == []
-    known = set(OPEN + CLOSED)
+    known = set(OPEN + CLOSED + REUSE + PASSING)
     assert all(states.keys() <= known for states in summary.struck.values())
 
 
@@ -69,12 +84,19 @@ def test_two_thousand_seeds():
     assert seldom_taken(summary.coverage) == []
     assert seldom_struck(summary.struck) == []
     assert not_foreseen(summary.struck) == []
+    assert summary.reuse["read"] >= 2_000
+    assert (
+        min(summary.reuse[what] for what in ("renewed", "expired", "not read", "reuse_no_room", "reuse_not_held"))
+        >= 200
+    )
 
 
 def test_every_fault_has_its_states():
-    assert EVENTS.keys() <= IMPOSSIBLE.keys()
+    assert EVENTS.keys() | REUSE_EVENTS.keys() <= IMPOSSIBLE.keys()
+    assert WEIGHTS_OF_REUSE.keys() <= set(REUSE)
+    assert all(set(states) <= set(POSSIBLE[fault]) for fault, states in MAY_BE_MISSED.items())
     for fault, states in IMPOSSIBLE.items():
-        assert states.keys() <= set(OPEN), fault
+        assert states.keys() <= set(OPEN + REUSE), fault
         assert all(states.values()), fault
         assert POSSIBLE[fault], fault
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from kvxfer.chaos import concern, legs
-from kvxfer.chaos.engine import Pool
 from kvxfer.chaos.legs import Handoff, digest
+from kvxfer.chaos.pool import Pool
 from kvxfer.chaos.profile import CALM
 from kvxfer.chaos.simulation import Simulation
+from kvxfer.chaos.turns import fresh
 from kvxfer.protocol.ids import HandoffId
 
 
@@ -85,6 +86,6 @@ def test_a_fault_concerns_both_ends_of_a_handoff_and_nobody_else(monkeypatch):
 
 
 def test_a_process_that_has_none_of_a_handoff_has_no_state_of_it(sim):
-    handoff = Handoff(HandoffId("h1"), 1024, 4)
+    handoff = Handoff(HandoffId("h1"), 1024, 4, fresh(1024))
     assert concern.of_handoff(sim, handoff.id, "p0", "d0") == set()
     assert concern.of_attempt(sim.slot("p0").process, sim.slot("d0").process, handoff.id, 1) == set()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvxfer.chaos.profile import CYCLE, introduced, parallel, seeds_of
+from kvxfer.chaos.profile import CYCLE, conversing, introduced, parallel, seeds_of
 from kvxfer.chaos.simulation import Simulation
 from tests.unit.chaos.mutations import BEHIND_ANOTHER, MUTATIONS, NOT_MET
 
@@ -73,6 +73,14 @@ FOUND_WHERE_PARALLEL = {
     "one_ranks_word_frees_lost_blocks": "preemptions",
 }
 """Guards of engines of several ranks."""
+FOUND_WHERE_CONVERSING = {
+    "retained_blocks_are_not_pinned": "echoes",
+    "pins_end_before_their_leases": "rebirths",
+    "ranks_grant_for_longer_than_the_pin": "rebirths",
+    "the_seed_forgets_the_salt": "echoes",
+    "evicted_blocks_are_named": "echoes",
+}
+"""Guards of conversations that are taken back."""
 PROFILE = {name: profile for profile, names in FOUND_IN.items() for name in names}
 
 
@@ -81,7 +89,7 @@ def seeds_below(profile, limit=2000):
 
 
 def test_every_guard_has_its_place():
-    early = FOUND_WHERE_INTRODUCED.keys() | FOUND_WHERE_PARALLEL.keys()
+    early = FOUND_WHERE_INTRODUCED.keys() | FOUND_WHERE_PARALLEL.keys() | FOUND_WHERE_CONVERSING.keys()
     assert PROFILE.keys() | early | BEHIND_ANOTHER.keys() | NOT_MET.keys() == MUTATIONS.keys()
     assert not early & (PROFILE.keys() | BEHIND_ANOTHER.keys() | NOT_MET.keys())
     assert not PROFILE.keys() & (BEHIND_ANOTHER.keys() | NOT_MET.keys())
@@ -105,6 +113,12 @@ def test_a_missing_guard_of_early_connections_is_found(name, monkeypatch):
 def test_a_missing_guard_of_engines_of_several_ranks_is_found(name, monkeypatch):
     MUTATIONS[name](monkeypatch)
     assert_found(name, [seed for seed in seeds_below(FOUND_WHERE_PARALLEL[name]) if parallel(seed) != (1, 1)])
+
+
+@pytest.mark.parametrize("name", FOUND_WHERE_CONVERSING)
+def test_a_missing_guard_of_conversations_is_found(name, monkeypatch):
+    MUTATIONS[name](monkeypatch)
+    assert_found(name, [seed for seed in seeds_below(FOUND_WHERE_CONVERSING[name]) if conversing(seed)])
 
 
 def assert_found(name, seeds):
