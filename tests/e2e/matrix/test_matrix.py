@@ -1,0 +1,168 @@
+"""Every cell of the cover: a real pair of these versions, mode, ranks, model and blocks answers as an engine alone does.
+
+The engine alone is of decode's version, ranks and block size, since another number of ranks adds up in another order. It has no
+connector, and answers once for all cells that ask for the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import datetime as dt
+import json
+import os
+import subprocess
+import time
+import urllib.request
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvxfer.bench import engines, model
+from kvxfer.bench.client import Client
+from kvxfer.bench.process import ServerError, running
+from kvxfer.bench.verdict import BACKEND, MIN_DISTINCT
+from tests.e2e.conftest import PYTHON, Pair, prompt
+from tests.e2e.matrix import results
+from tests.e2e.matrix.cover import MODELS, SKIPPED, Cell, cover
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.matrix, pytest.mark.timeout(1800)]
+
+PYTHONS = {"0.29.0": PYTHON, "0.32.0": os.environ.get("KVXFER_VLLM032_PYTHON")}
+PROMPTS = (1, 2, 31, 33, 128, 300, 700, 1500)
+TOKENS = 12
+CACHED = 16384
+"""Tokens that fit into the cache of each engine."""
+
+PATIENCE = {"leg_timeout": 120.0, "peer_timeout": 60.0, "connect_timeout": 60.0}
+"""vLLM's ranks spin while they wait for each other, six busy processes on two cores: nobody is thought dead for being late."""
+
+CELLS = [
+    pytest.param(cell, id=cell.name, marks=[pytest.mark.vllm032] * ("0.32.0" in cell.versions)) for cell in cover()
+]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    kept = os.environ.get("KVXFER_MATRIX")
+    return Path(kept) if kept else tmp_path_factory.mktemp("matrix")
+
+
+def prompts() -> list[list[int]]:
+    return [prompt(length, 1200 + length) for length in PROMPTS]
+
+
+def spec(cell: Cell, base: engines.EngineSpec, side: int) -> engines.EngineSpec:
+    python = PYTHONS[cell.vllm[side]]
+    if python is None:
+        pytest.skip("KVXFER_VLLM032_PYTHON is not set: scripts/test.sh --vllm032 sets it")
+    size = cell.block_sizes[side]
+    return dataclasses.replace(
+        base,
+        python=python,
+        tensor_parallel=cell.sizes[side],
+        block_size=size,
+        num_blocks=CACHED // size,
+        max_model_len=4096,
+        max_num_batched_tokens=512,
+        threads=None if cell.ranks == "1-1" else 1,  # halves of the cores, or one thread a rank wherever it runs
+        ready_seconds=600.0,
+    )
+
+
+def references(cell: Cell, run: Path, logs: Path) -> dict[int, list[int]]:
+    """The answers of the engine alone, from this run's directory where another cell has asked for them."""
+    name = f"{cell.reference}_{MODELS[cell.model].digest}"
+    found = results.read(run, "references", name)
+    if found is None:
+        directory = model.build(MODELS[cell.model])
+        base = engines.EngineSpec("alone", directory, cpus=engines.split_cpus(sorted(os.sched_getaffinity(0)))[0])
+        engine = engines.make_engine(spec(cell, base, 1), logs)
+
+        async def ask() -> list[list[int]]:
+            async with Client(engine.url, timeout=600) as client:
+                return [list((await client.complete(tokens, TOKENS, stream=False)).token_ids) for tokens in prompts()]
+
+        with running(engine.server):
+            answers = asyncio.run(ask())
+        found = dict(zip(map(str, PROMPTS), answers, strict=True))
+        results.write(run, "references", name, found)
+    assert len({tuple(answer) for answer in found.values()}) == len(PROMPTS), "equal answers would prove nothing"
+    assert all(len(set(answer)) >= MIN_DISTINCT for answer in found.values()), found
+    return {int(length): answer for length, answer in found.items()}
+
+
+def version(engine: engines.Engine) -> str:
+    with urllib.request.urlopen(f"{engine.url}/version", timeout=10) as answer:
+        return json.load(answer)["version"].partition("+")[0]
+
+
+def commit() -> str:
+    done = subprocess.run(
+        ["git", "describe", "--always", "--dirty"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.stdout.strip() or "not a checkout"
+
+
+async def through(pair: Pair, expected: Mapping[int, list[int]]) -> int:
+    """One by one, then all at once; returns how many answers there were. All are the engine's alone."""
+    async with Client(pair.router.url, timeout=600) as client:
+        for tokens in prompts():
+            answer = await client.complete(tokens, TOKENS)
+            assert list(answer.token_ids) == expected[len(tokens)], len(tokens)
+        answers = await asyncio.gather(*(client.complete(tokens, TOKENS) for tokens in prompts()))
+    for tokens, answer in zip(prompts(), answers, strict=True):
+        assert list(answer.token_ids) == expected[len(tokens)], ("at once", len(tokens))
+    await pair.all_free(within=10.0)
+    return 2 * len(PROMPTS)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_pair_answers_as_an_engine_alone(cell: Cell, run: Path, tmp_path) -> None:
+    base = engines.pair_specs(cell.mode, model.build(MODELS[cell.model]), connector_config=PATIENCE)
+    specs = [spec(cell, one, side) for side, one in enumerate(base)]
+    first, second, router = engines.make_pair(cell.mode, *specs, tmp_path)
+    if cell.name in SKIPPED:
+        with pytest.raises(ServerError) as refused, running(first.server, second.server, router):
+            pass
+        assert SKIPPED[cell.name] in str(refused.value)
+        pytest.skip(SKIPPED[cell.name])
+    expected = references(cell, run, tmp_path)
+    began = time.monotonic()
+    with running(first.server, second.server, router):
+        up, pair = time.monotonic(), Pair(cell.mode, first, second, router)
+        versions = [version(engine) for engine in (first, second)]
+        answers = asyncio.run(through(pair, expected))
+        done = time.monotonic()
+        sides = [pair.records(engine) for engine in (first, second)]
+    assert versions == list(cell.vllm)
+    for records, size in zip(sides, cell.sizes, strict=True):
+        assert {record.rank for record in records} == set(range(size))
+        assert {record.outcome for record in records} == {"done"}, [record.reason for record in records]
+    moved = [record for records in sides for record in records if record.bytes]
+    assert {record.backend for record in moved} == {BACKEND}
+    handoffs = len({record.handoff for record in sides[1]})
+    assert handoffs == 2 * sum(length > 1 for length in PROMPTS), "each prompt of more than one token takes a handoff"
+    found = {
+        "verdict": "identical",
+        "answers": answers,
+        "prompts": list(PROMPTS),
+        "vllm": versions,
+        "handoffs": handoffs,
+        "bytes": sum(record.bytes for record in moved),
+        "start_seconds": round(up - began, 1),
+        "run_seconds": round(done - up, 1),
+        "date": dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "software": f"NIXL {metadata.version('nixl')}, {BACKEND}",
+    }
+    results.write(run, "cells", cell.name, found)
