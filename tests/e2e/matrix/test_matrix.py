@@ -27,6 +27,7 @@ from kvxfer.bench.verdict import BACKEND, MIN_DISTINCT
 from tests.e2e.conftest import PYTHON, Pair, prompt
 from tests.e2e.matrix import results
 from tests.e2e.matrix.cover import MODELS, SKIPPED, Cell, cover
+from tests.e2e.recording import record
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -144,13 +145,15 @@ def test_a_pair_answers_as_an_engine_alone(cell: Cell, run: Path, tmp_path) -> N
         answers = asyncio.run(through(pair, expected))
         done = time.monotonic()
         sides = [pair.records(engine) for engine in (first, second)]
+        for engine, told, size in zip((first, second), versions, cell.sizes, strict=True):
+            record(engine, told, cell.model, ranks=size)
     assert versions == list(cell.vllm)
     for records, size in zip(sides, cell.sizes, strict=True):
-        assert {record.rank for record in records} == set(range(size))
-        assert {record.outcome for record in records} == {"done"}, [record.reason for record in records]
-    moved = [record for records in sides for record in records if record.bytes]
-    assert {record.backend for record in moved} == {BACKEND}
-    handoffs = len({record.handoff for record in sides[1]})
+        assert {one.rank for one in records} == set(range(size))
+        assert {one.outcome for one in records} == {"done"}, [one.reason for one in records]
+    moved = [one for records in sides for one in records if one.bytes]
+    assert {one.backend for one in moved} == {BACKEND}
+    handoffs = len({one.handoff for one in sides[1]})
     assert handoffs == 2 * sum(length > 1 for length in PROMPTS), "each prompt of more than one token takes a handoff"
     found = {
         "verdict": "identical",
@@ -158,7 +161,7 @@ def test_a_pair_answers_as_an_engine_alone(cell: Cell, run: Path, tmp_path) -> N
         "prompts": list(PROMPTS),
         "vllm": versions,
         "handoffs": handoffs,
-        "bytes": sum(record.bytes for record in moved),
+        "bytes": sum(one.bytes for one in moved),
         "start_seconds": round(up - began, 1),
         "run_seconds": round(done - up, 1),
         "date": dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds"),
