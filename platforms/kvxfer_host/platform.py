@@ -90,6 +90,13 @@ class HostPlatform(Platform):
             raise PlatformError(
                 f"the cache's layers have the element types {sorted(map(str, dtypes))}; this platform knows one"
             )
+        odd = next((n for n, tensor in enumerate(tensors) if tensor[2:] != tensors[0][2:]), None)
+        if odd is not None:  # a draft model's, say, which has a number of heads of its own
+            raise PlatformError(
+                f"layers {group.layers[0][0]} and {group.layers[odd][0]} share a block table and have caches of shape "
+                f"{tensors[0].shape} and {tensors[odd].shape}; this platform knows one: take a draft model with KV "
+                "heads as many and as large as the model's, or serve without --speculative-config"
+            )
         (dtype,) = dtypes
         text, item = str(dtype).removeprefix("torch."), caches[group.layers[0][0]].element_size()
         interior = _interior(dtype, group, geometry)

@@ -48,12 +48,6 @@ CELLS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Path:
-    kept = os.environ.get("KVXFER_MATRIX")
-    return Path(kept) if kept else tmp_path_factory.mktemp("matrix")
-
-
 def prompts() -> list[list[int]]:
     return [prompt(length, 1200 + length) for length in PROMPTS]
 
@@ -146,7 +140,7 @@ def test_a_pair_answers_as_an_engine_alone(cell: Cell, run: Path, tmp_path) -> N
         done = time.monotonic()
         sides = [pair.records(engine) for engine in (first, second)]
         for engine, told, size in zip((first, second), versions, cell.sizes, strict=True):
-            record(engine, told, cell.model, ranks=size)
+            record(run, engine, told, cell.model, ranks=size)
     assert versions == list(cell.vllm)
     for records, size in zip(sides, cell.sizes, strict=True):
         assert {one.rank for one in records} == set(range(size))

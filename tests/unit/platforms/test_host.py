@@ -111,6 +111,19 @@ def describe(isa: str, monkeypatch, dtype=torch.bfloat16):
     return HostPlatform().describe(caches, geometry_of(*caches))
 
 
+@pytest.mark.parametrize(("heads", "size"), [(HEADS * 2, DIM), (HEADS, DIM * 2), (HEADS * 2, DIM // 2)])
+def test_layers_of_different_shapes_under_one_block_table_are_refused(heads, size) -> None:
+    """A draft model's: described by the first layer's strides, it would be written to where other blocks lie."""
+    caches = {
+        "model.layers.0.attn": torch.zeros((BLOCKS, HEADS, BLOCK_SIZE, 2 * DIM)),
+        "draft_model.layers.0.attn": torch.zeros((BLOCKS, heads, BLOCK_SIZE, 2 * size)),
+    }
+    with pytest.raises(
+        PlatformError, match=r"model\.layers\.0.* and draft_model\.layers\.0.*take a draft model with KV heads"
+    ):
+        HostPlatform().describe(caches, geometry_of(*caches))
+
+
 def test_the_kernels_instruction_set_decides_what_is_inside_a_block(monkeypatch) -> None:
     """ "vec" transposes K, which strides can say; what packs tokens into tiles only moves between equal kernels."""
     strided, tiles = describe("vec", monkeypatch), describe("amx", monkeypatch)
