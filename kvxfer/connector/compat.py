@@ -266,6 +266,7 @@ def geometry(vllm_config: Any, kv_cache_config: Any) -> Geometry:
         num_blocks=kv_cache_config.num_blocks,
         cache_dtype=str(vllm_config.cache_config.cache_dtype),
         attention_backends=_attention_backends(vllm_config, names),
+        model_dtype=str(getattr(model, "dtype", "")).removeprefix("torch."),
     )
 
 

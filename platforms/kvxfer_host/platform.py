@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 FENCE_DELAY = "KVXFER_HOST_FENCE_DELAY"
 """Test mode: seconds by which the host's fences pass late (see stream.py)."""
 
+_BYTES = frozenset({"uint8", "int8", "float8_e4m3fn", "float8_e5m2"})
+_SAME = {"fp8": "fp8_e4m3"}
+
 _EFA_DRIVER = "/sys/bus/pci/drivers/efa"
 
 
@@ -98,7 +101,7 @@ class HostPlatform(Platform):
                 "heads as many and as large as the model's, or serve without --speculative-config"
             )
         (dtype,) = dtypes
-        text, item = str(dtype).removeprefix("torch."), caches[group.layers[0][0]].element_size()
+        text, item = _element(dtype, geometry), caches[group.layers[0][0]].element_size()
         interior = _interior(dtype, group, geometry)
         planes: tuple[Plane, ...]
         shape = tensors[0].shape
@@ -186,11 +189,24 @@ def _flattened(tensor: Tensor, item: int) -> Tensor:
     return tensor._replace(shape=(tensor.shape[0], size), strides=(tensor.strides[0], item))
 
 
+def _element(dtype: object, geometry: Geometry) -> str:
+    """Name what an element is: vLLM keeps fp8 of either kind as plain bytes, and one must not be taken for the other."""
+    text = str(dtype).removeprefix("torch.")
+    name = geometry.cache_dtype
+    return text if text not in _BYTES or name == "auto" else _SAME.get(name, name)
+
+
 def _interior(dtype: object, group: LayerGroup, geometry: Geometry) -> str:
-    """Name how the attention kernels lay out a block's inside; whatever is not known becomes part of the name."""
+    """Name how the attention kernels lay out a block's inside; whatever is not known becomes part of the name.
+
+    The instruction set is chosen by what the model computes in, which is not what an fp8 cache keeps (vLLM 0.29 and 0.32).
+    """
     backends = "+".join(geometry.attention_backends) or "no-attention"
     try:
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa  # nothing public tells it
     except ImportError:
         return f"host:{backends}"
-    return f"host:{backends}:{_get_attn_isa(dtype, group.block_size, group.head_size)}"
+    import torch
+
+    computed = getattr(torch, geometry.model_dtype, dtype) if geometry.model_dtype else dtype
+    return f"host:{backends}:{_get_attn_isa(computed, group.block_size, group.head_size)}"

@@ -206,12 +206,14 @@ def test_prompts_of_many_lengths(started: Started) -> None:
             assert taken[0] > 0.9 * taken[1] > 0, taken
 
     asyncio.run(go())
-    kind = started.kind
-    for side, ranks in enumerate((kind.ranks[0] * kind.stages, kind.ranks[1])):
-        records = started.records(side)
-        assert {record.outcome for record in records} == {"done"}, {record.reason for record in records}
-        assert {record.rank for record in records} == set(range(ranks))
-    assert len({record.handoff for record in started.records(1)}) == 2 * sum(n > 1 for n in PROMPTS)
+    kind, sides = started.kind, [started.records(side) for side in (0, 1)]
+    handoffs = {one.handoff for one in sides[1]}
+    assert len(handoffs) == 2 * sum(n > 1 for n in PROMPTS)
+    for records, ranks in zip(sides, (kind.ranks[0] * kind.stages, kind.ranks[1]), strict=True):
+        taken = [one for one in records if one.handoff in handoffs]
+        assert {one.rank for one in taken} == set(range(ranks))
+        assert {one.outcome for one in taken} == {"done"}, {one.reason for one in taken}
+        assert "failed" not in {one.outcome for one in records}
 
 
 def test_all_that_is_cached_of_a_prompt_is_moved(started: Started) -> None:
