@@ -52,7 +52,7 @@ def page(found: dict[str, Any]) -> str:
         (
             "Made by the run itself (`tests/e2e/matrix`); do not edit. Real vLLM pairs on a CPU, float32, greedy. In each cell prompts of "
             f"{', '.join(f'{length:,}' for length in lengths)} tokens go through the router, one by one and then all at once, and decode's tokens "
-            "must be those of a single engine without a connector, of decode's version, ranks and block size. Prefill computes at most 512 tokens a step. "
+            "must be those of a single engine of decode's version, ranks and block size (decode's own, asked directly first). Prefill computes at most 512 tokens a step. "
             "Where the ranks differ, each has half of the heads that the other engine's one rank has."
         ),
         "",

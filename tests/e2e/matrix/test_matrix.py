@@ -1,7 +1,8 @@
 """Every cell of the cover: a real pair of these versions, mode, ranks, model and blocks answers as an engine alone does.
 
-The engine alone is of decode's version, ranks and block size, since another number of ranks adds up in another order. It has no
-connector, and answers once for all cells that ask for the same.
+The engine alone is of decode's version, ranks and block size, since another number of ranks adds up in another order: decode's own,
+asked directly before anything is handed to it, so that it computes all by itself. Where another cell has asked such an engine
+before, the answers must have been the same.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import time
 import urllib.request
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -28,9 +28,6 @@ from tests.e2e.conftest import PYTHON, Pair, prompt
 from tests.e2e.matrix import results
 from tests.e2e.matrix.cover import MODELS, SKIPPED, Cell, cover
 from tests.e2e.recording import record
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.matrix, pytest.mark.timeout(1800)]
 
@@ -70,23 +67,15 @@ def spec(cell: Cell, base: engines.EngineSpec, side: int) -> engines.EngineSpec:
     )
 
 
-def references(cell: Cell, run: Path, logs: Path) -> dict[int, list[int]]:
-    """The answers of the engine alone, from this run's directory where another cell has asked for them."""
+async def references(cell: Cell, url: str, run: Path) -> dict[int, list[int]]:
+    """What decode's engine answers by itself, which is held against what such an engine answered in other cells."""
+    async with Client(url, timeout=600) as client:
+        answers = [list((await client.complete(tokens, TOKENS, stream=False)).token_ids) for tokens in prompts()]
+    found = dict(zip(map(str, PROMPTS), answers, strict=True))
     name = f"{cell.reference}_{MODELS[cell.model].digest}"
-    found = results.read(run, "references", name)
-    if found is None:
-        directory = model.build(MODELS[cell.model])
-        base = engines.EngineSpec("alone", directory, cpus=engines.split_cpus(sorted(os.sched_getaffinity(0)))[0])
-        engine = engines.make_engine(spec(cell, base, 1), logs)
-
-        async def ask() -> list[list[int]]:
-            async with Client(engine.url, timeout=600) as client:
-                return [list((await client.complete(tokens, TOKENS, stream=False)).token_ids) for tokens in prompts()]
-
-        with running(engine.server):
-            answers = asyncio.run(ask())
-        found = dict(zip(map(str, PROMPTS), answers, strict=True))
-        results.write(run, "references", name, found)
+    before = results.read(run, "references", name)
+    assert before in (None, found), "an engine of the same kind answered otherwise in another cell"
+    results.write(run, "references", name, found)
     assert len({tuple(answer) for answer in found.values()}) == len(PROMPTS), "equal answers would prove nothing"
     assert all(len(set(answer)) >= MIN_DISTINCT for answer in found.values()), found
     return {int(length): answer for length, answer in found.items()}
@@ -108,8 +97,9 @@ def commit() -> str:
     return done.stdout.strip() or "not a checkout"
 
 
-async def through(pair: Pair, expected: Mapping[int, list[int]]) -> int:
+async def through(cell: Cell, pair: Pair, run: Path) -> int:
     """One by one, then all at once; returns how many answers there were. All are the engine's alone."""
+    expected = await references(cell, pair.decode.url, run)
     async with Client(pair.router.url, timeout=600) as client:
         for tokens in prompts():
             answer = await client.complete(tokens, TOKENS)
@@ -131,12 +121,11 @@ def test_a_pair_answers_as_an_engine_alone(cell: Cell, run: Path, tmp_path) -> N
             pass
         assert SKIPPED[cell.name] in str(refused.value)
         pytest.skip(SKIPPED[cell.name])
-    expected = references(cell, run, tmp_path)
     began = time.monotonic()
     with running(first.server, second.server, router):
         up, pair = time.monotonic(), Pair(cell.mode, first, second, router)
         versions = [version(engine) for engine in (first, second)]
-        answers = asyncio.run(through(pair, expected))
+        answers = asyncio.run(through(cell, pair, run))
         done = time.monotonic()
         sides = [pair.records(engine) for engine in (first, second)]
         for engine, told, size in zip((first, second), versions, cell.sizes, strict=True):
