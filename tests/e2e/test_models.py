@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import hashlib
 import json
+import operator
 import os
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -25,12 +25,10 @@ from kvxfer.bench.process import ServerError, running
 from kvxfer.bench.verdict import MIN_DISTINCT
 from kvxfer.transport.query import fetch_records
 from tests.e2e.conftest import PYTHON, Pair, prompt
-from tests.e2e.matrix import results
 from tests.e2e.recording import record
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from kvxfer.transport.records import HandoffRecord
 
@@ -90,8 +88,6 @@ KINDS = {
 class Started:
     kind: Kind
     pair: Pair
-    alone: dict[int, tuple[int, ...]]
-    accepted: tuple[float, float]
 
     def records(self, side: int) -> list[HandoffRecord]:
         """Of all data-parallel engines of a side: each listens at the port behind the last one's."""
@@ -147,43 +143,15 @@ async def accepted(url: str) -> tuple[float, float]:
     return taken, offered
 
 
-def alone(kind: Kind, decode: engines.EngineSpec, run: Path, logs: Path) -> dict[str, Any]:
-    """What an engine like decode answers without a connector; from this run's directory where it was asked before."""
-    spec = dataclasses.replace(decode, name="alone", role="alone", connector=None, connector_config={})
-    if kind.cores[1] > 1:
-        spec = dataclasses.replace(spec, args=())
-    asked = (kind.newer, kind.recipe.digest, spec.tensor_parallel, spec.block_size, spec.threads, spec.args, PROMPTS)
-    name = f"models_{hashlib.sha256(repr(asked).encode()).hexdigest()[:16]}"
-    found = results.read(run, "references", name)
-    if found is None:
-        engine = engines.make_engine(spec, logs)
-
-        async def ask() -> dict[str, Any]:
-            async with Client(engine.url, timeout=600) as client:
-                answers = [await client.complete(prompt(n, 40 + n), 12, stream=False) for n in PROMPTS]
-            return {"answers": [list(answer.token_ids) for answer in answers], "accepted": await accepted(engine.url)}
-
-        with running(engine.server):
-            found = asyncio.run(ask())
-        results.write(run, "references", name, found)
-    return found
-
-
 @pytest.fixture(
     scope="module",
     params=[pytest.param(kind, id=name, marks=[pytest.mark.vllm032] * kind.newer) for name, kind in KINDS.items()],
 )
 def started(request, run, tmp_path_factory) -> Iterator[Started]:
-    kind, logs = request.param, tmp_path_factory.mktemp("models")
-    prefill, decode = specs(kind)
-    reference = alone(kind, decode, run, logs)
-    answers = {length: tuple(answer) for length, answer in zip(PROMPTS, reference["answers"], strict=True)}
-    assert len(set(answers.values())) == len(PROMPTS)
-    assert all(len(set(answer)) >= MIN_DISTINCT for answer in answers.values()), answers
-    first, second, router = engines.make_pair(kind.mode, prefill, decode, logs)
+    kind = request.param
+    first, second, router = engines.make_pair(kind.mode, *specs(kind), tmp_path_factory.mktemp("models"))
     with running(first.server, second.server, router):
-        pair = Pair(kind.mode, first, second, router)
-        yield Started(kind, pair, answers, tuple(reference["accepted"]))
+        yield Started(kind, Pair(kind.mode, first, second, router))
         if kind.cores == (1, 1):
             version = "0.32.0" if kind.newer else "0.29.0"
             record(run, first, version, kind.cache, ranks=kind.ranks[0], stages=kind.stages)
@@ -191,19 +159,25 @@ def started(request, run, tmp_path_factory) -> Iterator[Started]:
 
 
 def test_prompts_of_many_lengths(started: Started) -> None:
+    """The reference is decode's engine, asked directly before anything is handed to it: of the same ranks, cache and drafts."""
+
     async def go() -> None:
-        pair = started.pair
+        pair, kind = started.pair, started.kind
+        async with Client(pair.decode.url, timeout=600) as client:
+            expected = [(await client.complete(prompt(n, 40 + n), 12, stream=False)).token_ids for n in PROMPTS]
+        assert len(set(expected)) == len(PROMPTS)
+        assert all(len(set(answer)) >= MIN_DISTINCT for answer in expected), expected
+        alone = await accepted(pair.decode.url)
         async with Client(pair.router.url, timeout=600) as client:
-            for length in PROMPTS:
-                answer = await client.complete(prompt(length, 40 + length), 12)
-                assert answer.token_ids == started.alone[length], length
-            taken = await accepted(pair.decode.url)
+            for length, answer in zip(PROMPTS, expected, strict=True):
+                assert (await client.complete(prompt(length, 40 + length), 12)).token_ids == answer, length
+            both = await accepted(pair.decode.url)
             answers = await asyncio.gather(*(client.complete(prompt(n, 40 + n), 12) for n in PROMPTS))
-        assert [answer.token_ids for answer in answers] == [started.alone[n] for n in PROMPTS]
-        if started.kind.draft:
+        assert [answer.token_ids for answer in answers] == expected
+        if kind.draft:
             # The draft model is the model itself, so that whatever it lacks of its own KV costs tokens that are taken.
-            assert started.accepted[0] > 0.9 * started.accepted[1] > 0, started.accepted
-            assert taken[0] > 0.9 * taken[1] > 0, taken
+            for taken, offered in (alone, tuple(map(operator.sub, both, alone))):
+                assert taken > 0.9 * offered > 0, (alone, both)
 
     asyncio.run(go())
     kind, sides = started.kind, [started.records(side) for side in (0, 1)]
