@@ -119,7 +119,7 @@ def specs(kind: Kind) -> tuple[engines.EngineSpec, engines.EngineSpec]:
             max_model_len=4096,
             max_num_batched_tokens=4096 if "--block-size" in kind.args[0] else 512,  # CPU_MLA takes a prompt whole
             threads=1 if several else None,
-            ready_seconds=500.0,
+            ready_seconds=600.0,
             connector_config=PATIENCE,
         )
     ):
