@@ -20,10 +20,15 @@ _INTERVAL = 0.5
 class RoomStats:
     """One figure on its way to the API server. The newest counts, so there is nothing to add up and nothing to log.
 
-    What vLLM calls of a ``KVConnectorStats`` (0.29 kv_connector/v1/metrics.py).
+    What vLLM calls of a ``KVConnectorStats`` (kv_connector/v1/metrics.py), of any version: until 0.29 the scheduler takes ``data``,
+    from 0.31 on it asks for it, and an engine whose connector has no answer ends.
     """
 
     data: dict[str, int] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, int]:
+        """What is sent."""
+        return self.data
 
     def aggregate(self, other: RoomStats) -> RoomStats:
         """Take the newer one."""
