@@ -20,8 +20,8 @@ _INTERVAL = 0.5
 class RoomStats:
     """One figure on its way to the API server. The newest counts, so there is nothing to add up and nothing to log.
 
-    What vLLM calls of a ``KVConnectorStats`` (kv_connector/v1/metrics.py), of any version: until 0.29 the scheduler takes ``data``,
-    from 0.31 on it asks for it, and an engine whose connector has no answer ends.
+    It has what vLLM's ``KVConnectorStats`` has in any version (kv_connector/v1/metrics.py): until 0.29 the scheduler takes
+    ``data``, from 0.31 on it calls ``to_dict``, and an engine whose connector has no answer ends.
     """
 
     data: dict[str, int] = field(default_factory=dict)
