@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.matrix import results
-from tests.e2e.matrix.cover import FACTORS, SKIPPED, UNEQUAL, Cell, cover
+from tests.e2e.matrix.cover import FACTORS, SKIPPED, UNEQUAL, UNREACHED, Cell, cover
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -45,7 +45,10 @@ def test_what_a_name_stands_for() -> None:
 def test_the_committed_run_has_every_cell_and_nothing_else() -> None:
     cells = json.loads((DOCS / "matrix.json").read_text())["cells"]
     assert list(cells) == [cell.name for cell in cover()]
+    assert {name for name, one in cells.items() if one["verdict"] == "not run"} == UNREACHED
     for cell in cover():
+        if cell.name in UNREACHED:
+            continue
         one = cells[cell.name]
         assert one["vllm"] == list(cell.vllm)
         assert one["verdict"] == (SKIPPED.get(cell.name) or "identical"), cell.name
@@ -56,8 +59,14 @@ def test_the_page_is_the_one_of_the_committed_run() -> None:
     assert (DOCS / "matrix.md").read_text() == results.page(json.loads((DOCS / "matrix.json").read_text()))
 
 
-def test_a_run_that_lacks_a_cell_makes_no_page(tmp_path) -> None:
+def test_a_run_that_lacks_a_cell_makes_no_page(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(results, "UNREACHED", frozenset())
     for cell in cover()[1:]:
-        results.write(tmp_path, "cells", cell.name, {})
+        results.write(tmp_path, "cells", cell.name, {"verdict": "identical"})
     with pytest.raises(SystemExit, match=cover()[0].name):
+        results.gather(tmp_path)
+    results.write(tmp_path, "cells", cover()[0].name, {"verdict": "identical"})
+    assert list(results.gather(tmp_path)["cells"]) == [cell.name for cell in cover()]
+    monkeypatch.setattr(results, "UNREACHED", frozenset({cover()[0].name}))
+    with pytest.raises(SystemExit, match="not run: none; UNREACHED has"):
         results.gather(tmp_path)

@@ -33,6 +33,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.matrix, pytest.mark
 
 PYTHONS = {"0.29.0": PYTHON, "0.32.0": os.environ.get("KVXFER_VLLM032_PYTHON")}
 PROMPTS = (1, 2, 31, 33, 128, 300, 700, 1500)
+VERY_SHORT = 2
 TOKENS = 12
 CACHED = 16384
 """Tokens that fit into the cache of each engine."""
@@ -77,7 +78,8 @@ async def references(cell: Cell, url: str, run: Path) -> dict[int, list[int]]:
     assert before in (None, found), "an engine of the same kind answered otherwise in another cell"
     results.write(run, "references", name, found)
     assert len({tuple(answer) for answer in found.values()}) == len(PROMPTS), "equal answers would prove nothing"
-    assert all(len(set(answer)) >= MIN_DISTINCT for answer in found.values()), found
+    for length, answer in found.items():  # after a token or two a model may well repeat itself
+        assert len(set(answer)) >= MIN_DISTINCT or int(length) <= VERY_SHORT, (length, answer)
     return {int(length): answer for length, answer in found.items()}
 
 
