@@ -109,6 +109,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Between two looks at the fabric while something is under way."""
     record_capacity: int = 1024
     """Ended handoffs whose records are kept."""
+    records_dir: str = ""
+    """Directory to which each worker process appends its ended handoff records, as JSON lines."""
+    spans: bool = False
+    """Send handoffs as OpenTelemetry spans to where vLLM sends its own."""
     bidirectional_kv_xfer: bool = False
     """Let prefill take back what decode still holds of a conversation."""
     kv_recompute_threshold: int | str = 64

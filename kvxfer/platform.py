@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from kvxfer.layout.maps import CacheMap
+    from kvxfer.layout.mirror import Copies
     from kvxfer.layout.repack import Call
 
 ENTRY_POINTS = "kvxfer.platforms"
@@ -79,6 +80,26 @@ class Staging(Protocol):
     size: int
 
 
+class Mirror(Protocol):
+    """Host memory that stands for spans of a device's where the fabric does not reach those, for as long as it is referred to.
+
+    Used by one thread, which is no engine's.
+    """
+
+    addresses: tuple[int, ...]
+    """Where the mirror of each span begins."""
+    size: int
+    """Bytes of host memory."""
+
+    def copy(self, copies: Copies, *, inward: bool) -> Fence:
+        """Copy from the mirror into the device's memory (``inward``), or the other way. Waits for nothing.
+
+        The fence passes when every byte is there. Copies are done in the order in which they were asked for, whichever way, and
+        beside what the engine computes: nothing of that is waited for, and nothing of it waits. Raises PlatformError, and a fence
+        does, when the device refuses.
+        """
+
+
 class Platform(ABC):
     """One kind of accelerator. Instances are cheap, belong to one worker process, and may be called from any thread."""
 
@@ -118,6 +139,16 @@ class Platform(ABC):
     def repack(self, call: Call) -> Fence:
         """Move tokens as ``call`` says; the fence passes when they are in their blocks. Only asked of platforms that offer it."""
         raise PlatformError(f"platform {self.name!r} does not re-pack {call.pairing}")
+
+    def mirror(self, spans: Sequence[tuple[int, int]], device: int) -> Mirror | None:
+        """Allocate host memory for these (address, length) of a device's, as vLLM's ``kv_buffer_device: cpu`` asks.
+
+        None where that changes nothing. Raises PlatformError, with what to set, where it cannot be had.
+        """
+        del spans, device
+        raise PlatformError(
+            f"platform {self.name!r} does not move KV through host memory: leave kv_buffer_device out of --kv-transfer-config"
+        )
 
     @abstractmethod
     def pci_address(self, device: int) -> str | None:

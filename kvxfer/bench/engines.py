@@ -49,6 +49,7 @@ class EngineSpec:
 
     ``connector_module`` None means one of vLLM's own. ``threads`` is the number of OpenMP threads a worker (None: one
     for each core), ``cpus`` vLLM's VLLM_CPU_OMP_THREADS_BIND. ``python`` is the interpreter whose vLLM is run.
+    ``buffer_device``: vLLM's kv_buffer_device, None for its default.
     ``on_cpu``: vLLM's CPU build runs it, which then gets what this module's text says and computes without graphs.
     ``load_failure_policy`` is "fail" here, not vLLM's recompute, since a recomputed answer is right whatever was moved.
     """
@@ -60,6 +61,7 @@ class EngineSpec:
     connector_module: str | None = "kvxfer.connector"
     connector_config: Mapping[str, Any] = field(default_factory=dict)
     load_failure_policy: str = "fail"
+    buffer_device: str | None = None
     dtype: str = "float32"
     block_size: int = 32
     kv_cache_gib: int = 1
@@ -226,6 +228,8 @@ def kv_transfer_config(spec: EngineSpec, control_port: int) -> dict[str, Any]:
         "engine_id": spec.name,
         "kv_load_failure_policy": spec.load_failure_policy,
     }
+    if spec.buffer_device is not None:
+        config["kv_buffer_device"] = spec.buffer_device
     if spec.connector_module is not None:
         config["kv_connector_module_path"] = spec.connector_module
     if spec.connector in UPSTREAM.values():

@@ -24,6 +24,7 @@ from kvxfer.protocol.ids import HandoffId, RankId
 from kvxfer.protocol.messages import Directory, RankAddress
 from kvxfer.protocol.peers import Timing
 from kvxfer.transport import commands as cmd
+from kvxfer.transport.mirroring import mirror_of
 from kvxfer.transport.mover import MoverSettings
 from kvxfer.transport.rank import RankThreads
 from kvxfer_host import HostPlatform
@@ -64,7 +65,8 @@ class LoneRank:
     Of several ranks the first one's ``address`` is the engine's once it has been told of all (``lead``).
 
     ``make_agent`` gets the agent's name. ``changes`` override fields of the plane that peers are told; ``settings`` the mover's.
-    ``staging_bytes``: of an area in which it re-packs what it receives. ``cache`` is memory of the caller's in place of its own.
+    ``staging_bytes``: of an area in which it re-packs what it receives. ``mirrored``: its memory is the platform's device's, and
+    the fabric reaches a mirror of it (set ``slice_tokens``). ``cache`` is memory of the caller's in place of its own.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class LoneRank:
         cache: CacheMap | None = None,
         shard: tuple[int, int] = (0, 1),
         stage: tuple[int, int] = (0, 1),
+        mirrored: bool = False,
         **settings: Any,
     ) -> None:
         self.block_size = block_size
@@ -103,10 +106,12 @@ class LoneRank:
         area = None
         if self.staging is not None:
             area = StagingArea(self.staging.address, self.staging.size, self.platform.offers)
+        mirror = mirror_of(self.platform, self.cache, area) if mirrored else None
+        card = RankCard(engine, model, *shard, *stage, backend, self.cache, b"", area)
         # One channel plays both parts: the engine's control address and the rank's.
         self.threads = RankThreads(
             self.me,
-            RankCard(engine, model, *shard, *stage, backend, self.cache, b"", area),
+            card if mirror is None else mirror.of(card),
             lambda: make_agent(self.me.agent),
             MoverSettings(**{"mode": mode, **settings}),
             timing or Timing(),
@@ -115,7 +120,8 @@ class LoneRank:
             connect_timeout=connect_timeout,
             mover_timeout=mover_timeout,
             secret=secret,
-            repack=self.platform.repack,
+            repack=self.platform.repack if mirror is None else mirror.repacking(self.platform.repack),
+            mirror=mirror,
         )
         self.mover, self.control = self.threads.mover, self.threads.control
         self.lead([self.where])

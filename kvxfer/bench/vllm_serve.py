@@ -21,10 +21,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvxfer.bench import results
+from kvxfer.bench.served import HandedOver, first_tokens
 from kvxfer.errors import KvxferError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -58,14 +60,16 @@ def run(
     }  # fmt: skip
     try:
         before = asyncio.run(hits(engine or ()))
+        handed_over = asyncio.run(HandedOver.at(engine or ()))
         raw = measure(
             python, qps=qps, input_tokens=input_tokens, output_tokens=output_tokens, requests=requests, seed=seed, url=url,
             model=model, served_model_name=served_model_name, warm_up=warm_up,
         )  # fmt: skip
         found = asyncio.run(hits(engine or ())) - before
         one = point(
-            raw, mode, qps=qps, input_tokens=input_tokens, output_tokens=output_tokens, requests=requests, hits=found
-        )
+            raw, mode, qps=qps, input_tokens=input_tokens, output_tokens=output_tokens, requests=requests, hits=found,
+            handoffs=handed_over.since(), stages=asyncio.run(first_tokens(url, requests)),
+        )  # fmt: skip
         told = complaints(one, mode)
         results.write(out, results.report("sweep", settings, python, points=[one], complaints=told, raw=raw))
     except KvxferError as error:
@@ -110,7 +114,16 @@ def measure(
 
 
 def point(
-    raw: Mapping[str, Any], mode: str, *, qps: float, input_tokens: int, output_tokens: int, requests: int, hits: int
+    raw: Mapping[str, Any],
+    mode: str,
+    *,
+    qps: float,
+    input_tokens: int,
+    output_tokens: int,
+    requests: int,
+    hits: int,
+    handoffs: dict[str, Any] | None = None,
+    stages: dict[str, dict[str, float]] | None = None,
 ) -> dict[str, Any]:
     """Return a point of our schema from what vLLM saved."""
     errors: Sequence[str] = raw.get("errors", [])
@@ -126,7 +139,8 @@ def point(
         "tpot_ms": results.spread([1e3 * tpot for tpot in tpots]),
         "itl_ms": results.spread([1e3 * gap for several in gaps.values() for gap in several]),
         "prefix_hits": hits,
-        "handoffs": None,
+        "handoffs": handoffs,
+        "stages_ms": stages or {},
     }
     return {
         "name": f"{input_tokens}@{qps:g}", "input": input_tokens, "output": output_tokens, "qps": qps, "trace": "uniform",

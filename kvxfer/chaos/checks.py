@@ -48,6 +48,7 @@ def _leftovers(process: Process, alive: set[str], missing: set[str]) -> list[str
         (mover.sink, ("_handoffs", "_by_request", "_transfers", "_exposed", "_arriving")),
         (mover._openings, ("_open", "_called")),  # noqa: SLF001
         (mover, ("_steps",)),
+        (mover._mirroring, ("_waiting", "_arriving", "_reads", "_granted")),  # noqa: SLF001
         (mover.transfers, ("in_flight",)),
         (mover.records, ("_open",)),
         *((channel.announcer, ("_expected",)) for channel in process.channels),

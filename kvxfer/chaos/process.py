@@ -17,14 +17,17 @@ from kvxfer.chaos.callers import Watched
 from kvxfer.chaos.channel import Channel
 from kvxfer.chaos.device import Device
 from kvxfer.chaos.fabric import Agent
+from kvxfer.chaos.mirror import Mirror
 from kvxfer.chaos.world import Clock
 from kvxfer.layout.card import RankCard
 from kvxfer.layout.maps import CacheMap, Group, Plane
+from kvxfer.layout.mirror import Reflection
 from kvxfer.layout.ranks import Shard, heads_of
 from kvxfer.protocol.actions import SinkFinished
 from kvxfer.protocol.ids import RankId
 from kvxfer.protocol.messages import Directory, RankAddress, Report
 from kvxfer.transport import commands as cmd
+from kvxfer.transport.mirroring import HostMirror
 from kvxfer.transport.mover import TICK, Mover, MoverSettings
 
 if TYPE_CHECKING:
@@ -75,6 +78,7 @@ class Process:
         """Which handoff may write into each block."""
         self.unseen: dict[int, tuple[float, int]] = {}
         """Cells that have been written from elsewhere: until when they look as they looked before."""
+        self.hidden = self.unseen
         self._lent: dict[str, list[int]] = {}
         item = self.memory.itemsize
         tags = Plane(
@@ -83,6 +87,13 @@ class Process:
         )  # fmt: skip
         cache = CacheMap((Group(BLOCK_SIZE, num_blocks, (tags,)),), ((base, self.memory.nbytes),), "DRAM")
         card = RankCard(engine, "tags", *shard, 0, 1, "twin", cache, b"")
+        self.shore = self.cells
+        mirror = None
+        if sim.mirrored:
+            memory = Mirror(self)
+            mirror = HostMirror(cache, Reflection(cache.spans, memory.addresses), memory)
+            card = mirror.of(card)
+            self.base, self.hidden, self.shore = memory.base, {}, memoryview(memory.cells)  # type: ignore[arg-type]
         self.port = port + 1 + shard.rank
         self.worker = Channel(self, self.me, self.port, sim.timing, sim.connect_timeout)
         self.channels = [self.worker]
@@ -98,6 +109,7 @@ class Process:
             self.worker.connect,
             clock=self.clock,
             renewed=self._renew,
+            mirror=mirror,
         )
         approaches = self.mover._approaches  # noqa: SLF001 - watched
         approaches._connector = Watched(self, self.mover.transfers)  # noqa: SLF001
@@ -211,6 +223,8 @@ class Process:
                     self._end_loan(result)
                 self.results.append(result)
             self.on_results()
+        if mover._mirroring.busy():  # noqa: SLF001
+            self.wake(TICK / 25)
         if len(mover.source) or len(mover.sink) or len(mover._approaches):  # noqa: SLF001
             self.wake(TICK)
 
@@ -248,12 +262,17 @@ class Process:
         """Let these bytes look as they do now until then, whatever is written there from elsewhere."""
         first = (address - self.base) // 4
         for cell in range(max(0, first), min(first + length // 4, len(self.memory))):
-            self.unseen[cell] = until, self.seen(cell)
+            self.hidden[cell] = until, self.landed_as(cell)
 
     def seen(self, cell: int) -> int:
-        """Return what this process's device sees in a cell."""
+        """Return what this process's device sees in a cell of its memory."""
         until, before = self.unseen.get(cell, _SEEN)
         return before if until > self.sim.world.now else self.cells[cell]
+
+    def landed_as(self, cell: int) -> int:
+        """Return what it sees where the fabric writes: the same, unless that is its memory's mirror."""
+        until, before = self.hidden.get(cell, _SEEN)
+        return before if until > self.sim.world.now else self.shore[cell]
 
     def reading(self, address: int) -> tuple[HandoffId, int] | None:
         """Return the handoff, and its attempt, into whose blocks a read goes."""

@@ -117,11 +117,23 @@ class _Defects(logging.Handler):
 
 
 class Simulation:
-    """One seed's world. ``keep``: keep the trace's text. ``profile``: another kind of world than the seed's own."""
+    """One seed's world. ``keep``: keep the trace's text. ``profile``: another kind of world than the seed's own.
+
+    ``mirrored``: the fabric does not reach the engines' memory, and KV is copied through mirrors of it.
+    """
 
     connect_timeout = 3.0
 
-    def __init__(self, seed: int, handoffs: int = 100, *, keep: bool = False, profile: Profile | None = None) -> None:
+    def __init__(
+        self,
+        seed: int,
+        handoffs: int = 100,
+        *,
+        keep: bool = False,
+        profile: Profile | None = None,
+        mirrored: bool = False,
+    ) -> None:
+        self.mirrored = mirrored
         self.result = Result(seed)
         self.faults = self.result.faults
         profile = self.profile = profile or profile_of(seed)
@@ -139,6 +151,7 @@ class Simulation:
             pull_lease=profile.pull_lease or draw.choice((8.0, 8.0, 2.5)),
             revoke=profile.revoke,
             eager=self.introduced,
+            slice_tokens=2 * BLOCK_SIZE if mirrored else None,
         )
         self.poll = draw.choice((0.0003, 0.0003, 0.02))
         self.stack = draw.random() < 0.5 if profile.stack is None else profile.stack  # noqa: PLR2004

@@ -404,6 +404,13 @@ def transfer_results(sent: set[str] | None, received: set[str] | None, failed: s
     )
 
 
+def received(requests: set[str]) -> Any:
+    """Make what the scheduler is told of loads that have ended."""
+    from vllm.v1.outputs import KVConnectorOutput
+
+    return KVConnectorOutput(finished_recving=requests)
+
+
 def whole_load_failures() -> Callable[[str], None]:
     """Return what tells vLLM that a request's whole load has failed. Raises ConfigError where that is not possible.
 
@@ -450,6 +457,11 @@ def parallel_ranks(vllm_config: Any) -> tuple[int, int]:
 
     del vllm_config
     return get_tensor_model_parallel_rank(), get_pp_group().rank_in_group
+
+
+def buffers_on_host(vllm_config: Any) -> bool:
+    """Tell whether KV shall be moved through host memory. On its CPU build vLLM says so unasked."""
+    return getattr(vllm_config.kv_transfer_config, "kv_buffer_device", "") == "cpu"
 
 
 def posts(vllm_config: Any, mode: str) -> bool:

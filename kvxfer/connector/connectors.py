@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
 from kvxfer.config import settings_from
-from kvxfer.connector import block_major, compat, plugin
+from kvxfer.connector import at_once, block_major, compat, plugin
 from kvxfer.connector.metadata import NOTHING, RankHandshake, RankNews, StepMetadata
-from kvxfer.connector.room import Room, RoomStats
+from kvxfer.connector.room import Room
 from kvxfer.connector.scheduler import SchedulerHalf
+from kvxfer.connector.stats import COUNTS, Stats
 from kvxfer.connector.worker import WorkerHalf
 from kvxfer.protocol.ids import RankId
 
@@ -55,11 +56,16 @@ class KvxferConnector(KVConnectorBase_V1, *compat.supports_hybrids()):  # type: 
         if role is KVConnectorRole.SCHEDULER:
             me = RankId(transfer.engine_id, incarnation, -1)
             self._scheduler = self.scheduler_half(vllm_config, kv_cache_config, self.mode, settings, me)
+            self._news = self._room.news
         else:
             tp_rank, pp_rank = compat.parallel_ranks(vllm_config)
             rank = pp_rank * vllm_config.parallel_config.tensor_parallel_size + tp_rank
             me = RankId(transfer.engine_id, incarnation, rank)
             self._worker = self.worker_half(vllm_config, kv_cache_config, self.mode, settings, me)
+            at_once.is_here(self._worker)
+            self._news = self._worker.take_stats
+        # Asked at every step: without a frame of ours in between.
+        self.get_kv_connector_stats = self._news  # type: ignore[method-assign]
 
     # --- the scheduler's hooks --------------------------------------------------------------------------------------
 
@@ -194,14 +200,16 @@ class KvxferConnector(KVConnectorBase_V1, *compat.supports_hybrids()):  # type: 
         """Ask for a block-major cache, since vLLM 0.29."""
         return block_major.required_layout(vllm_config)
 
-    def get_kv_connector_stats(self) -> RoomStats | None:
-        """In the scheduler's process: how much KV a new request could be given, when that has changed."""
-        return self._room.news()
+    def get_kv_connector_stats(self) -> Stats | None:
+        """Say what handoffs have ended (a worker), or how much KV a new request could be given (the scheduler's process)."""
+        return self._news()
 
     @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> RoomStats:  # noqa: ARG003
-        """For vLLM's log, which has the cache's use already: nothing."""
-        return RoomStats()
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Stats:
+        """For vLLM's log: handoffs. It has the cache's use already."""
+        counts = (data or {}).get(COUNTS)
+        # A copy: vLLM adds to it, and Prometheus reads the same data.
+        return Stats({COUNTS: dict(counts)} if counts else {})
 
     @classmethod
     def build_prom_metrics(
@@ -211,10 +219,10 @@ class KvxferConnector(KVConnectorBase_V1, *compat.supports_hybrids()):  # type: 
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> Any:
-        """Add ``kvxfer_info`` and ``kvxfer_reclaimable_tokens`` to the engine's metrics."""
-        from kvxfer.connector.info import InfoMetrics
+        """Add kvxfer's to the engine's metrics: ``docs/metrics.md``."""
+        from kvxfer.connector.metrics import Metrics
 
-        return InfoMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues, cls.mode)
+        return Metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues, cls.mode)
 
 
 class KvxferPushConnector(KvxferConnector):

@@ -108,7 +108,8 @@ class Idling:
         self._still = 0
         self._settled = compat.batches_in_flight(vllm_config)
         self._live: set[str] = set()
-        self._waiting: set[str] = set()
+        self.waiting: set[str] = set()
+        """The requests that can do nothing before their load has ended."""
 
     def came(self, request_id: str) -> None:
         """Note that the engine has a request."""
@@ -116,28 +117,30 @@ class Idling:
 
     def waits(self, request_id: str) -> None:
         """Note that a request can do nothing before its load has ended."""
-        self._waiting.add(request_id)
+        self.waiting.add(request_id)
 
     def may_go_on(self, request_id: str) -> None:
         """Note that its load has ended."""
-        self._waiting.discard(request_id)
+        self.waiting.discard(request_id)
 
     def went(self, request_id: str) -> None:
         """Note that a request has ended."""
         self._live.discard(request_id)
-        self._waiting.discard(request_id)
+        self.waiting.discard(request_id)
 
-    def rest(self, output: Any) -> None:
-        """Wait, if a step that carries nothing of ours may."""
+    def rest(self, output: Any) -> bool:
+        """Wait, if a step that carries nothing of ours may, and tell whether it did."""
         if self._bell is None:
-            return
-        if output.total_num_scheduled_tokens or output.finished_req_ids or len(self._live) != len(self._waiting):
+            return False
+        if output.total_num_scheduled_tokens or output.finished_req_ids or len(self._live) != len(self.waiting):
             self._still = 0
         elif self._still < self._settled:
             self._still += 1
         else:
             self._bell.wait(self.limit)
             self._still = 0  # what this step learns, the scheduler may hear only when as many more were launched
+            return True
+        return False
 
     def close(self) -> None:
         """End the bell's thread."""

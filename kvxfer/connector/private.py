@@ -76,3 +76,13 @@ def reservations() -> Callable[[], int] | None:
     watermark = getattr(scheduler.kv_cache_manager, "watermark_blocks", 0)
     reserved = scheduler._inflight_prefill_reserved_blocks  # noqa: SLF001 - see above
     return lambda: int(reserved()) + int(watermark)
+
+
+def reporter() -> Callable[[Any], None] | None:
+    """Return what takes workers' news of finished transfers into the scheduler; None where there is no such thing.
+
+    The scheduler calls it with what its workers told (0.24 to 0.32, v1/core/sched/scheduler.py
+    ``_update_from_kv_xfer_finished``). To be called while the block pool is handed over.
+    """
+    scheduler = caller_with("_update_from_kv_xfer_finished", "finished_recving_kv_req_ids")
+    return None if scheduler is None else scheduler._update_from_kv_xfer_finished  # noqa: SLF001 - see above

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from kvxfer.addresses import is_wildcard, shown_at
 from kvxfer.connector import compat, private
 from kvxfer.connector.announce import Announcer
+from kvxfer.connector.at_once import AtOnce
 from kvxfer.connector.bidirectional import Bidirectional
 from kvxfer.connector.bidirectional import check as check_reuse
 from kvxfer.connector.growing import Growing
@@ -26,6 +27,7 @@ from kvxfer.connector.idling import Idling
 from kvxfer.connector.metadata import RankNews
 from kvxfer.connector.params import ParamsError, PlainParams, SinkParams, SourceParams, parse
 from kvxfer.connector.pins import Pins
+from kvxfer.connector.telemetry import trace_of
 from kvxfer.errors import RemoteProtocolError
 from kvxfer.protocol.messages import Ask, Directory, Held, Report
 from kvxfer.transport.commands import (
@@ -107,6 +109,7 @@ class SchedulerHalf:
         self._failed: set[str] = set()  # loads that have failed on a rank, and are not over on all of them
         self._fail_load: Callable[[str], None] | None = None
         self._idling = Idling(vllm_config, settings.idle_wait)
+        self._at_once = AtOnce(vllm_config, me.engine)
         if settings.bidirectional_kv_xfer:  # before there is a socket that would have to be closed
             check_reuse(vllm_config, self._tables, pinning=self._features.pinning)
         port = settings.control_port + compat.data_parallel_index(vllm_config)
@@ -140,6 +143,7 @@ class SchedulerHalf:
 
         Raises ConfigError where vLLM could not be told that a load has failed (``compat.whole_load_failures``).
         """
+        self._at_once.bind()
         if self._receives and not self._tables.plain:
             self._fail_load = compat.whole_load_failures()
         if self._reuse is not None:
@@ -186,7 +190,9 @@ class SchedulerHalf:
                 growing = Growing(self._tables, request.num_prompt_tokens)
                 self._sources[request_id] = _Source(handoff, request.num_prompt_tokens, growing)
                 digests = compat.prompt_digests(request, *LESS)
-                self._step().started.append(SourceStart(handoff, request_id, request.num_prompt_tokens, now, digests))
+                self._step().started.append(
+                    SourceStart(handoff, request_id, request.num_prompt_tokens, now, digests, trace_of(request))
+                )
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Offer every prompt position that decode has not cached itself. May be asked again; changes nothing.
@@ -243,7 +249,7 @@ class SchedulerHalf:
             SinkOpen(
                 handoff, request.request_id, source, start, end,
                 tables, sink.heard, time.monotonic(),
-                b"".join(compat.prompt_digests(request, 1)),
+                b"".join(compat.prompt_digests(request, 1)), trace=trace_of(request),
             )
         )  # fmt: skip
 
@@ -265,8 +271,8 @@ class SchedulerHalf:
         if self._reuse is not None and (held := self._reuse.step(output)):
             self._step().held.extend(held)
         step, self._noted = self._noted, None
-        if step is None:
-            self._idling.rest(output)
+        if step is None and self._idling.rest(output):
+            self._at_once.deliver(self._idling.waiting)
         return step
 
     def _step(self) -> Step:

@@ -26,6 +26,7 @@ from kvxfer.config import LEAST_IDLE
 from kvxfer.connector import compat
 from kvxfer.connector.courier import Courier
 from kvxfer.connector.shaping import chain_of
+from kvxfer.connector.telemetry import trace_of
 from kvxfer.connector.worth import Worth
 from kvxfer.protocol.chain import CHUNK, DIGEST
 from kvxfer.protocol.ids import HandoffId
@@ -159,7 +160,8 @@ class TakingBack:
         self._control.call(lambda _now: self._leases.__setitem__(one.handoff, lease), wake=False)
         blocks = self._tables.spanning(tables, start, end)
         ranks = structs.replace(one.address, front=False)
-        return SinkOpen(one.handoff, request.request_id, ranks, start, end, blocks, one.heard, now, mode="pull")
+        span, trace = (start, end, blocks), trace_of(request)
+        return SinkOpen(one.handoff, request.request_id, ranks, *span, one.heard, now, mode="pull", trace=trace)
 
     def loaded(self, request_ids: Sequence[str], failed: set[int], now: float) -> None:
         """Note whose loads are over on all ranks; ``failed`` are blocks that did not get their KV on one."""

@@ -18,27 +18,30 @@ from typing import TYPE_CHECKING, Any
 from kvxfer.addresses import bare
 from kvxfer.connector import block_major, compat
 from kvxfer.connector.idling import Ringer
+from kvxfer.connector.telemetry import Telemetry
 from kvxfer.errors import ConfigError, RailsError
 from kvxfer.layout.card import RankCard
 from kvxfer.layout.maps import spell
 from kvxfer.layout.route import StagingArea
 from kvxfer.layout.tables import Tables
 from kvxfer.platform import platform_for
-from kvxfer.protocol.actions import SourceFinished, SourceQuiet
+from kvxfer.protocol.actions import SinkFinished, SourceFinished, SourceQuiet
 from kvxfer.protocol.messages import RankAddress
 from kvxfer.rails.pinning import WorkerRails
 from kvxfer.transport import commands as cmd
+from kvxfer.transport.mirroring import HostMirror, mirror_of, slice_of
 from kvxfer.transport.mover import MoverSettings
 from kvxfer.transport.nixl import NixlAgent
 from kvxfer.transport.rank import RankThreads
 from kvxfer.transport.secret import load_secret
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Container, Mapping
 
     from kvxfer.config import Settings
     from kvxfer.layout.maps import CacheMap
-    from kvxfer.platform import Platform, Staging
+    from kvxfer.layout.repack import Call
+    from kvxfer.platform import Fence, Platform, Staging
     from kvxfer.protocol.ids import RankId
     from kvxfer.transport.agent import Agent
 
@@ -64,6 +67,8 @@ class WorkerHalf:
         self._computing = False
         self._opened: dict[str, bytes] = {}
         self._cancelled: set[str] = set()
+        self._telemetry = Telemetry(vllm_config, settings, me)
+        self.take_stats = self._telemetry.tally.take
         self._plain = True
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
@@ -83,6 +88,7 @@ class WorkerHalf:
         staging = self._staging = self._staging_for(cache)
         tp_rank, pp_rank = compat.parallel_ranks(self._vllm_config)
         parallel, model = self._vllm_config.parallel_config, self._vllm_config.model_config
+        mirror = self._mirror_for(cache, staging)
         card = RankCard(
             engine=self.me.engine,
             model=settings.model_id or model.model,
@@ -98,7 +104,7 @@ class WorkerHalf:
         )
         threads = self._threads = RankThreads(
             self.me,
-            card,
+            card if mirror is None else mirror.of(card),
             self.make_agent,
             MoverSettings(
                 mode=self.mode,
@@ -111,6 +117,7 @@ class WorkerHalf:
                 revoke=settings.revoke,
                 poll=settings.poll_interval,
                 records=settings.record_capacity,
+                slice_tokens=None if mirror is None else slice_of(cache),
                 eager=compat.posts(self._vllm_config, self.mode),
             ),
             settings.timing,
@@ -119,11 +126,14 @@ class WorkerHalf:
             mover_timeout=settings.mover_timeout,
             cpus=self._platform.background_cpus(),
             secret=load_secret(settings.secret_file),
-            repack=self._platform.repack if self._platform.offers else None,
+            repack=self._repack_through(mirror),
+            mirror=mirror,
+            hear=self._telemetry.hear,
         )
         rails = WorkerRails(
             (settings.rails, settings.rails_policy), settings.backend, self._platform, cache.device
         )  # before there is an agent
+        self._telemetry.start()
         with rails.watched():
             threads.start()
         try:
@@ -156,6 +166,23 @@ class WorkerHalf:
             size = max(one, min(2 * one, cache.num_blocks // 4)) * cache.block_bytes
         return self._platform.staging(size, cache.device) if size else None
 
+    def _mirror_for(self, cache: CacheMap, staging: Staging | None) -> HostMirror | None:
+        """Allocate what vLLM's ``kv_buffer_device: cpu`` asks for, if the platform has a use for it."""
+        if not compat.buffers_on_host(self._vllm_config):
+            return None
+        area = None if staging is None else StagingArea(staging.address, staging.size, ())
+        mirror = mirror_of(self._platform, cache, area)
+        if mirror is not None:
+            logger.info(
+                "%s: KV moves through a mirror of the cache in host memory, %s bytes, in slices of %d tokens",
+                self.me, f"{mirror.memory.size:,}", slice_of(cache),
+            )  # fmt: skip
+        return mirror
+
+    def _repack_through(self, mirror: HostMirror | None) -> Callable[[Call], Fence] | None:
+        repack = self._platform.repack if self._platform.offers else None
+        return repack if repack is None or mirror is None else mirror.repacking(repack)
+
     def make_agent(self) -> Agent:
         """Make what moves the bytes. Called in the mover's thread."""
         return NixlAgent(self.me.agent, self.settings.backend, self.settings.backend_options)
@@ -168,6 +195,7 @@ class WorkerHalf:
         """Stop both threads."""
         if self._threads is not None:
             self._threads.stop()
+        self._telemetry.stop()
 
     # --- each step, on the engine's thread --------------------------------------------------------------------------
 
@@ -223,6 +251,28 @@ class WorkerHalf:
                 else:
                     self._failed_requests.add(done.request_id)
         return sent or None, received or None
+
+    def take_whole_loads(self, wanted: Container[str]) -> set[str]:
+        """Return the sinks among those wanted whose load has succeeded, each once; ``take_finished`` returns the rest."""
+        if self._threads is None:
+            return set()
+        results = self._threads.mover.results
+        received, left = set(), []
+        while results:
+            done = results.popleft()
+            if (
+                isinstance(done, SinkFinished)
+                and done.reason is None
+                and done.request_id in wanted
+                and done.request_id not in self._cancelled
+            ):
+                received.add(done.request_id)
+                self._opened.pop(done.request_id, None)
+            else:
+                left.append(done)
+        if left:
+            results.extendleft(reversed(left))
+        return received
 
     def take_failed_blocks(self) -> set[int]:
         """Return the blocks whose load failed, for requests that ``take_finished`` has just returned."""

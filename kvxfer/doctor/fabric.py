@@ -67,7 +67,7 @@ def check_provider(host: Host) -> Iterator[Finding]:
             "provider", "problem", f"{told}: EFA devices are here, and libfabric has no provider for them", cure
         )
     else:
-        cure = 'attach EFA devices to the instance, or set "backend": "UCX"'
+        cure = 'attach EFA devices to the instance, set "backend": "UCX", or move KV through host memory (kv_buffer_device: cpu)'
         yield Finding("provider", "problem", f"{told}: over it device memory cannot be registered", cure)
     if provider == "efa":
         yield from _rails(host, {rail_name(name) for name in devices})

@@ -86,7 +86,7 @@ def refusals(mine: RankCard, theirs: RankCard) -> list[str]:
     """
     checks: list[tuple[str, object, object, str]] = [
         ("model", mine.model, theirs.model, _SAME_MODEL),
-        ("memory", mine.cache.memory, theirs.cache.memory, "run both engines on the same kind of accelerator"),
+        ("memory", mine.cache.memory, theirs.cache.memory, _SAME_MEMORY),
         ("NIXL backend", mine.backend, theirs.backend, 'set the same "backend" in kv_connector_extra_config on both'),
     ]
     found = [
@@ -175,6 +175,10 @@ def _layers(cache: CacheMap) -> set[tuple[str, int]]:
     return {(plane.name, layer) for group in cache.groups for plane in group.planes for layer in plane.layers}
 
 
+_SAME_MEMORY = (
+    "run both engines on the same kind of accelerator, or, where one is on CUDA and the other in host memory, set "
+    '"kv_buffer_device": "cpu" in the first one\'s --kv-transfer-config'
+)
 _SAME_MODEL = (
     "serve the same model on both; if these are the same weights under two paths, "
     'set "model_id" in kv_connector_extra_config to one name on both'

@@ -50,7 +50,8 @@ class Route:
         area: StagingArea | None = None,
         names: tuple[str, str] = ("the source", "the sink"),
     ) -> None:
-        what = None if share is None else tuple(share)
+        what = self.share = None if share is None else tuple(share)
+        """What moves; None for all that both hold."""
         direct, refusal = _direct(source, sink, what, names)
         staged = _staged(source, sink, what, area)
         if isinstance(staged, Repacking) and better(direct, staged):

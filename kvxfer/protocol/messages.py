@@ -271,12 +271,13 @@ class ReportAsk(Message, frozen=True, tag="reportask"):
 
 
 class Report(Message, frozen=True, tag="report"):
-    """A rank's handoff records, oldest first, and its card."""
+    """A rank's handoff records, oldest first, and its card. ``now``: when that was so, by the clock of the records."""
 
     rank: Annotated[int, Meta(ge=-1, lt=MAX_RANKS)]
     card: Card
     counters: Annotated[dict[str, int], Meta(max_length=1000)]
     records: Annotated[list[dict[str, Any]], Meta(max_length=MAX_RECORDS)]
+    now: Stamp = 0.0
 
 
 AnyMessage = (

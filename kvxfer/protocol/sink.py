@@ -283,6 +283,13 @@ class Sink(Ending):
 
     # --- what the driver asks ---------------------------------------------------------------------------------------
 
+    def receives(self, frm: str, message: Written) -> RankId | None:
+        """Return the source rank if a write's notification is of an open push of ours, and comes from a rank of its source."""
+        one = self._handoffs.get(message.handoff)
+        if one is None or one.attempt != message.attempt or one.mode != "push" or one.state is not State.REGISTERED:
+            return None
+        return next((rank for rank in one.parts if rank.agent == frm), None)
+
     def receiving(self) -> bool:
         """Tell whether data may be arriving right now, so that the fabric needs progress."""
         return bool(self._transfers or self._exposed)

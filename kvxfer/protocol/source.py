@@ -302,6 +302,22 @@ class Source(Delivery):
         yield self._announce(one, sink, -1)
         yield from self._advance(one, now)
 
+    def dropped(self, transfer: int, now: float) -> Iterator[Action]:
+        """Note that nothing of a write was begun, and nothing will be: it was not ``wanted`` any more."""
+        one, sink, (start, end, _) = self._landed(transfer)
+        sink.posted.remove(start, end)
+        if not sink.served:
+            yield self._announce(one, sink, -1)
+        yield from self._advance(one, now)
+
+    def withheld(self, handoff: HandoffId, peer: RankId, attempt: int, reason: str, now: float) -> Iterator[Action]:
+        """Note that a grant cannot be kept, and was not sent: a peer is told so in its place."""
+        one = self._handoffs.get(handoff)
+        sink = None if one is None else one.sinks.get(peer)
+        if one is not None and sink is not None and sink.attempt == attempt and not sink.served:
+            yield from self._serve_one(one, sink, reason)
+            yield from self._advance(one, now)
+
     def tick(self, now: float) -> Iterator[Action]:
         """Expire what waited too long for its other leg, and pull leases that nobody renewed; stop writes that never end."""
         for one in list(self._handoffs.values()):
@@ -320,6 +336,17 @@ class Source(Delivery):
                 yield from self._expire(one, now)
 
     # --- what the driver asks ---------------------------------------------------------------------------------------
+
+    def wanted(self, transfer: int, generation: int) -> bool:
+        """Tell whether a write that was asked for under this generation, and has not been posted, is still to be."""
+        one, sink = self._transfers[transfer]
+        return not sink.served and one.generation == generation
+
+    def asks(self, handoff: HandoffId, peer: RankId) -> tuple[int, int] | None:
+        """Return the positions [start, end) that a peer has registered for, if it has and the handoff is open."""
+        one = self._handoffs.get(handoff)
+        sink = None if one is None else one.sinks.get(peer)
+        return None if sink is None else (sink.start, sink.end)
 
     def serving(self) -> bool:
         """Tell whether the fabric needs progress: a write is in flight, or a peer may be reading."""

@@ -16,7 +16,7 @@ from kvxfer.protocol.source_data import Pin, Registration, SourceHandoff
 from kvxfer.protocol.source_states import TRANSITIONS, Event, State
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from kvxfer.protocol.ids import HandoffId, RankId
 
@@ -47,6 +47,9 @@ class Delivery:
         Seconds after which nothing of a write that failed, or could not be posted, can land any more.
     transfer_limit
         Seconds after which a write that has not become terminal is stopped, by revoking this rank's keys.
+    slice_tokens
+        Tokens of one write at most, a multiple of ``block_size``; None for as many as there are. What has to be copied before it
+        is written is copied while the slice before it is on its way.
     memory
         Ended handoffs remembered, for late messages.
     """
@@ -62,9 +65,11 @@ class Delivery:
         hold_limit: float = 120.0,
         drain_bound: float = 2.0,
         transfer_limit: float = 120.0,
+        slice_tokens: int | None = None,
         memory: int = 4096,
     ) -> None:
         self.block_size = block_size
+        self.slice_tokens = slice_tokens
         self.join = join
         self.stream = stream
         self.leg_timeout = leg_timeout
@@ -153,7 +158,7 @@ class Delivery:
         if not (self.stream or complete) or self._may_post_until.get(sink.rank, 0.0) <= now:
             return
         end = one.final if complete else one.final - one.final % self.block_size
-        for start, stop in sink.posted.missing(sink.start, min(end, sink.end)):
+        for start, stop in self._slices(sink.posted.missing(sink.start, min(end, sink.end))):
             if any(a < stop and start < b for a, b, _ in sink.in_flight.values()):
                 continue  # of a revoked generation; posted again when that write is terminal
             transfer = next(self._numbers)
@@ -166,6 +171,13 @@ class Delivery:
                 transfer, sink.rank, one.id, sink.attempt, one.generation, start, stop,
                 one.blocks, sink.blocks, (sink.start, sink.end), self._may_post_until[sink.rank],
             )  # fmt: skip
+
+    def _slices(self, spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+        """Cut positions where a slice of a prompt ends."""
+        for start, stop in spans:
+            size = self.slice_tokens or stop
+            cuts = [start, *range(start - start % size + size, stop, size), stop]
+            yield from itertools.pairwise(cuts)
 
     @staticmethod
     def _announce(one: SourceHandoff, sink: Registration, writes: int) -> Send:

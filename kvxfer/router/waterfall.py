@@ -11,7 +11,9 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from kvxfer.errors import KvxferError
+from kvxfer.router.path import path
 from kvxfer.transport.query import fetch_records
+from kvxfer.transport.stages import stages as stages_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -43,7 +45,11 @@ class Waterfall:
                 continue
             for record in answer:
                 by_transfer.setdefault(record.handoff, []).append(record)
-        return [trace.describe() | {"stages": stages(trace, _of(trace, by_transfer))} for trace in traces], missing
+        found = [(trace, _of(trace, by_transfer)) for trace in traces]
+        return [
+            trace.describe() | {"stages": stages(trace, records), "path": path(trace, records)}
+            for trace, records in found
+        ], missing
 
 
 def _records(engine: Engine) -> list[HandoffRecord] | str:
@@ -75,23 +81,11 @@ def stages(trace: Trace, records: Iterable[HandoffRecord]) -> list[Json]:
     add("prefill", trace.prefill_sent, trace.prefill_done, "router")
     for record in records:
         anchor = trace.decode_sent if record.side == "sink" else trace.prefill_sent
-        times = record.times
-        if anchor is None or times.expected is None:
+        if anchor is None or record.times.expected is None:
             continue
-        shift = anchor - times.expected
-
-        def at(moment: float | None, shift: float = shift) -> float | None:
-            return None if moment is None else moment + shift
-
-        whose = f"{record.side} rank {record.rank}"
-        if record.side == "sink":
-            add("decode queue", at(times.expected), at(times.allocated), whose)
-            add("registration", at(times.allocated), at(times.registered), whose)
-            arrived = times.last_byte if times.last_byte is not None else times.notified
-            add("wait for KV", at(times.registered), at(arrived), whose)
-        else:
-            add("registration wait", at(times.expected), at(times.registered), whose)
-        add("transfer", at(times.first_post), at(times.last_byte), whose)
+        shift = anchor - record.times.expected
+        for stage in stages_of(record):
+            add(stage.name, stage.begin + shift, stage.end + shift, f"{record.side} rank {record.rank}")
     add("first token", trace.prefill_done or trace.decode_sent, trace.first, "router")
     add("decode", trace.first, trace.done, "router")
     return sorted(found, key=_start)

@@ -87,5 +87,8 @@ def _show(report: EngineReport) -> None:
 
 
 def register(app: typer.Typer) -> None:
-    """Add ``records`` to the command line."""
+    """Add ``records`` and ``trace`` to the command line."""
+    from kvxfer.transport.trace import trace
+
     app.command()(records)
+    app.command()(trace)

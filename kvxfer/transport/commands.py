@@ -48,7 +48,7 @@ class SourceStart(msgspec.Struct, frozen=True):
     """A request whose KV another engine wants was admitted; ``heard`` is when (monotonic seconds).
 
     ``prompt`` digests everything that shapes the KV of the prompt, of the prompt without its last token, and so on; empty when
-    it is not known.
+    it is not known. ``trace``: see HandoffRecord.
     """
 
     handoff: HandoffId
@@ -56,6 +56,7 @@ class SourceStart(msgspec.Struct, frozen=True):
     prompt_tokens: int
     heard: float
     prompt: tuple[bytes, ...] = ()
+    trace: str = ""
 
 
 class SourceProgress(msgspec.Struct, frozen=True):
@@ -97,7 +98,7 @@ class SinkOpen(msgspec.Struct, frozen=True):
     """``blocks`` (packed tables) were allocated for positions [start, end) of a request that another engine prefills.
 
     ``prompt`` digests everything that shapes the KV of positions [0, end); empty when it is not known. ``mode`` is who moves
-    it, where that is not as the engine does.
+    it, where that is not as the engine does. ``trace``: see HandoffRecord.
     """
 
     handoff: HandoffId
@@ -110,6 +111,7 @@ class SinkOpen(msgspec.Struct, frozen=True):
     allocated: float
     prompt: bytes = b""
     mode: str = ""
+    trace: str = ""
 
 
 class SinkCancel(msgspec.Struct, frozen=True):

@@ -3,7 +3,8 @@
 Everybody else puts commands into its mailbox and takes results out of another; nobody waits for it, and it waits for nobody.
 While something is under way (a transfer, an announced write, a fence that has not passed) it looks every ``poll`` seconds, since
 NIXL's own progress thread is off, and every ``WATCH`` seconds while something might be: each look takes the interpreter's lock.
-With nothing under way it sleeps in its mailbox, and a command wakes it at once.
+With nothing under way it sleeps in its mailbox, and a command wakes it at once. So it does while the engine's thread launches a
+step, whose fence is yet to be recorded: what a look takes then, the launches lack.
 
 When the agent says that some connection broke, nobody is posted to before having proved to live (``reach``): leases are
 suspended, and what proves less is dropped. ``check`` is for what remains.
@@ -41,6 +42,7 @@ from kvxfer.protocol.source import Source
 from kvxfer.transport import commands as cmd
 from kvxfer.transport.approaches import Approaches
 from kvxfer.transport.dispatch import Dispatch
+from kvxfer.transport.mirroring import Mirroring
 from kvxfer.transport.mover_settings import COUNTERS, FLUSH, LINGER, TICK, WATCH, MoverSettings, Renewed
 from kvxfer.transport.openings import Openings
 from kvxfer.transport.reach import NotNowError
@@ -54,13 +56,15 @@ from kvxfer.transport.threads import Round, run_on
 from kvxfer.transport.transfers import InFlight, Transfers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from kvxfer.layout.card import RankCard
     from kvxfer.layout.repack import Call
     from kvxfer.platform import Fence
     from kvxfer.protocol.ids import HandoffId, RankId
     from kvxfer.transport.agent import Agent
+    from kvxfer.transport.mirroring import HostMirror
+    from kvxfer.transport.records import HandoffRecord
 
 __all__ = ["TICK", "Mover", "MoverSettings"]
 
@@ -71,7 +75,8 @@ class Mover(threading.Thread):
     """Owns ``agent`` (made by ``make_agent`` in this thread) and moves what the two machines want moved.
 
     ``send`` hands a message to the control thread, ``connect`` asks it for an engine's ranks, ``renewed`` tells it what peers
-    must know of the agent from now on, and whether all sessions must begin ``anew``; all return at once.
+    must know of the agent from now on, and whether all sessions must begin ``anew``, ``hear`` are told of records that end; all
+    return at once.
     """
 
     def __init__(
@@ -86,6 +91,8 @@ class Mover(threading.Thread):
         clock: Callable[[], float] = time.monotonic,
         renewed: Renewed = lambda _metadata, *, anew: None,  # noqa: ARG005
         repack: Callable[[Call], Fence] | None = None,
+        mirror: HostMirror | None = None,
+        hear: Sequence[Callable[[HandoffRecord], None]] = (),
     ) -> None:
         super().__init__(name=f"kvxfer-mover-{rank.rank}", daemon=True)
         self.rank = rank
@@ -101,6 +108,7 @@ class Mover(threading.Thread):
             hold_limit=settings.hold_limit,
             drain_bound=settings.drain_bound,
             transfer_limit=settings.transfer_limit,
+            slice_tokens=settings.slice_tokens,
         )
         self.sink = Sink(
             drain_bound=settings.drain_bound,
@@ -108,12 +116,13 @@ class Mover(threading.Thread):
             transfer_limit=settings.transfer_limit,
             revoke=settings.revoke,
         )
-        self.records = RecordBook(settings.records)
+        self.records = RecordBook(settings.records, hear)
         self._recorder = Recorder(self.records, rank.rank, settings.mode, card.cache)
         self.results = Results()
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.transfers = Transfers(rank, card, make_agent, clock)
         self._approaches = Approaches(rank, self.transfers, send, self.counters, eager=settings.eager)
+        self._mirroring = Mirroring(mirror, self.transfers, self.source, self.sink, settings.slice_tokens)
         self._refusals = Refusals(logger)
         self._send = send
         self._renewed = renewed
@@ -210,6 +219,7 @@ class Mover(threading.Thread):
                 return False
         now = self._clock()
         self._guarded(self._act_on_fences, now)
+        self._guarded(self._mirroring.act, now, self._run, self._execute)
         self._guarded(self._act_on_staging, now)
         for one, failed in terminal:
             self._guarded(self._act_on_terminal, one, failed, now)
@@ -234,7 +244,7 @@ class Mover(threading.Thread):
         """Seconds to sleep in the mailbox; None for as long as nothing comes."""
         if self._revoking is not None:
             return self.settings.poll if self.transfers.in_flight else TICK
-        if self.transfers.in_flight or self._steps or self._staging.packing():
+        if self.transfers.in_flight or self._steps.recorded() or self._staging.packing() or self._mirroring.busy():
             return self.settings.poll
         return self._progress() or (TICK if len(self.source) or len(self.sink) or len(self._approaches) else None)
 
@@ -271,7 +281,7 @@ class Mover(threading.Thread):
                 self._run(self._dispatch(frm, message, now))
             case cmd.StepBegin(step, fence):
                 self._begin(step, now)
-                self._steps.begin(step, fence)
+                self._steps.begin(step, self._mirroring.behind(fence, step.opened))
                 self._act_on_fences(now)
             case cmd.StepEnd(fence):
                 self._steps.end(fence)
@@ -306,20 +316,18 @@ class Mover(threading.Thread):
             self._recorder.started(start, self.transfers.backend)
             self._run(self.source.start(start.handoff, start.request_id, start.prompt_tokens, now, start.prompt))
         for opened in step.opened:
-            if self.sink.state(opened.handoff) is not None:
+            if self.sink.state(opened.handoff) is not None or not self._mirroring.lend(opened):
                 # Two requests claim one handoff. The second is refused, and nothing of the first is touched.
-                for refused in self._opening(opened, now):
-                    self.results.put(refused)  # type: ignore[arg-type]  # SinkFinished only
+                first = self.sink.request(opened.handoff) or "before it"
+                reason = f"request {first} has this handoff id"
+                self.results.put(SinkFinished(opened.handoff, opened.request_id, reason))
                 continue
             self._recorder.opened(opened, self.transfers.backend)
-            self._run(self._opening(opened, now))
+            span = (opened.mode or self.settings.mode, opened.start, opened.end, opened.blocks)
+            self._run(self.sink.open(opened.handoff, opened.request_id, *span, now, opened.prompt))
             self._openings.open(opened.handoff, opened.source)
         for cancel in step.cancelled:
             self._run(self.sink.cancel(cancel.request_id, cancel.reason))
-
-    def _opening(self, opened: cmd.SinkOpen, now: float) -> Iterator[Action]:
-        span = (opened.mode or self.settings.mode, opened.start, opened.end, opened.blocks)
-        return self.sink.open(opened.handoff, opened.request_id, *span, now, opened.prompt)
 
     def _act_on_fences(self, now: float) -> None:
         if not self._steps:
@@ -351,6 +359,7 @@ class Mover(threading.Thread):
             return
         if staged is not None:  # else ``ready`` names it later
             self._openings.closed(handoff)
+            self._mirroring.registered(handoff, self.sink.span(handoff)[2], routes, staged)
             self._run(self.sink.connected(handoff, tuple(routes), now, staged, idle))
 
     def _act_on_staging(self, now: float) -> None:
@@ -415,15 +424,19 @@ class Mover(threading.Thread):
             self._linger_until = now + LINGER
             self._run(self.source.written(one.number, now))
         else:
-            self._run(self.sink.read_done(one.number, now))
+            self._run(self._mirroring.read(one.number, one.span, None, now))
 
     def _post_failed(self, side: str, number: int, reason: str, now: float) -> None:
         self.counters["failed_transfers"] += 1
-        self._run((self.source.write_failed if side == "source" else self.sink.read_failed)(number, reason, now))
+        if side == "source":
+            self._run(self.source.write_failed(number, reason, now))
+        else:
+            self._run(self._mirroring.read(number, None, reason, now))
 
     def _act_on_notification(self, frm: str, packed: bytes, now: float) -> None:
         written = messages.unpack_written(packed)
         self._recorder.notified(written.handoff, now)
+        self._mirroring.written(frm, written)
         self._run(self.sink.written(frm, written))
 
     # --- actions ----------------------------------------------------------------------------------------------------
@@ -432,23 +445,30 @@ class Mover(threading.Thread):
         """Execute what a machine wants. All of it is taken first: executing may feed the machine its next event."""
         now = self._clock()
         for action in list(actions):
-            match action:
-                case Send(to, message):
-                    self._send(to, message)
-                case PostWrite() | PostRead():
-                    self._post_transfer(action)
-                case SourceFinished():
+            if not self._mirroring.holds(action):
+                self._execute(action, now)
+
+    def _execute(self, action: Action, now: float) -> None:
+        match action:
+            case Send(to, message):
+                self._send(to, message)
+            case PostWrite():
+                self._post_transfer(action)
+            case PostRead():
+                for part in self._mirroring.parts(action):
+                    self._post_transfer(part)
+            case SourceFinished():
+                self._finish(action)
+            case SinkFinished():
+                if not self._staging.received(action):
                     self._finish(action)
-                case SinkFinished():
-                    if not self._staging.received(action):
-                        self._finish(action)
-                case SourceQuiet():
-                    self.results.put(action)
-                case Revoke(reason):
-                    logger.warning("%s revokes the keys of its memory: %s", self.rank, reason)
-                    self._revoking = now if self._revoking is None else self._revoking
-                case Note():
-                    self._recorder.note(action, now)
+            case SourceQuiet():
+                self.results.put(action)
+            case Revoke(reason):
+                logger.warning("%s revokes the keys of its memory: %s", self.rank, reason)
+                self._revoking = now if self._revoking is None else self._revoking
+            case Note():
+                self._recorder.note(action, now)
 
     def _finish(self, action: SourceFinished | SinkFinished) -> None:
         self._openings.closed(action.handoff)

@@ -50,5 +50,7 @@ class MoverSettings:
     revoke: bool = True
     poll: float = 0.0003
     records: int = 1024
+    slice_tokens: int | None = None
+    """Tokens of one write, or of one part of a read, where what moves is copied through host memory."""
     eager: bool = False
     """Connect a peer's memory as soon as a session with it is open: for a rank that posts."""

@@ -84,7 +84,7 @@ class RawAgent:
             raise TransportError(
                 f"NIXL's {self.backend} backend cannot register {memory} memory here (it offers "
                 f"{', '.join(offered) or 'nothing'}). LIBFABRIC offers "
-                'device memory only over EFA; without EFA set "backend": "UCX", or keep the KV cache in host memory'
+                'device memory only over EFA; without EFA set "backend": "UCX", or "kv_buffer_device": "cpu" beside kv_role'
             )
         try:
             self.nixl.register_memory([(*span, "") for span in spans], memory, backends=[self.backend])

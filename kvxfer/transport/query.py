@@ -37,6 +37,8 @@ class RankReport:
     backend: str
     counters: dict[str, int]
     records: list[HandoffRecord]
+    now: float = 0.0
+    """When it said so, by the clock of the records: the monotonic one of the rank's host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ def fetch_records(
             report = asker.ask(reachable(address.host, host), address.port, messages.ReportAsk(last), messages.Report)
             card = RankCard.from_builtins(report.card)
             records = msgspec.convert(report.records, list[HandoffRecord])
-            reports.append(RankReport(report.rank, card.cache, card.backend, report.counters, records))
+            reports.append(RankReport(report.rank, card.cache, card.backend, report.counters, records, report.now))
         front = asker.ask(host, port, messages.ReportAsk(0), messages.Report)
     return EngineReport(directory.engine, reports, front.counters)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -13,7 +14,7 @@ from kvxfer.transport.control import ControlChannel
 from kvxfer.transport.mover import Mover, MoverSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Sequence
 
     from kvxfer.layout.card import RankCard
     from kvxfer.layout.repack import Call
@@ -23,14 +24,16 @@ if TYPE_CHECKING:
     from kvxfer.protocol.peers import Timing
     from kvxfer.transport.agent import Agent
     from kvxfer.transport.dialer import Outcome
+    from kvxfer.transport.mirroring import HostMirror
+    from kvxfer.transport.records import HandoffRecord
 
 
 class RankThreads:
     """The mover and the control channel of one rank. Raises TransportError when the address cannot be bound.
 
     ``card`` says everything of the rank but how to reach its agent. ``make_agent`` is called in the mover's thread, ``repack``
-    (the platform's, where the card names a staging area) as well. ``cpus`` is where both threads run (see
-    ``Platform.background_cpus``).
+    (the platform's, where the card names a staging area) as well. ``mirror``: where the card describes one. ``cpus`` is where
+    both threads run (see ``Platform.background_cpus``), ``hear`` are told of records that end (see ``RecordBook``).
     """
 
     def __init__(
@@ -48,6 +51,8 @@ class RankThreads:
         cpus: Collection[int] | None = None,
         secret: Secret | None = None,
         repack: Callable[[Call], Fence] | None = None,
+        mirror: HostMirror | None = None,
+        hear: Sequence[Callable[[HandoffRecord], None]] = (),
     ) -> None:
         self.me = me
         self.control = ControlChannel(me, host, port, self, timing, connect_timeout, cpus, secret)
@@ -61,6 +66,8 @@ class RankThreads:
             cpus,
             renewed=self._renew,
             repack=repack,
+            mirror=mirror,
+            hear=hear,
         )
         self._mover_timeout = mover_timeout
         self._card = card
@@ -131,4 +138,5 @@ class RankThreads:
     def on_report(self, last: int) -> Report:
         """Answer with the handoff records."""
         records = [msgspec.to_builtins(record) for record in self.mover.records.last(min(last, MAX_RECORDS))]
-        return Report(self.me.rank, self._card.to_builtins(), self.mover.counters | self.control.counters, records)
+        counters = self.mover.counters | self.control.counters
+        return Report(self.me.rank, self._card.to_builtins(), counters, records, time.monotonic())

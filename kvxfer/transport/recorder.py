@@ -31,12 +31,14 @@ class Recorder:
         """Note that the engine has a request whose KV another engine wants."""
         record = self._book.open("source", start.handoff, self._rank, self._mode)
         record.request_id, record.backend = record.request_id or start.request_id, backend
+        record.trace = start.trace
         record.times.expected = record.times.expected or start.heard
 
     def opened(self, opened: cmd.SinkOpen, backend: str) -> None:
         """Note that the engine has allocated blocks for what another engine prefills."""
         record = self._book.open("sink", opened.handoff, self._rank, self._mode)
         record.request_id, record.backend, record.mode = opened.request_id, backend, opened.mode or self._mode
+        record.trace = opened.trace
         record.tokens = opened.end - opened.start
         record.blocks = self._cache.blocks_for(opened.start, opened.end)
         record.times.expected, record.times.allocated = opened.heard, opened.allocated

@@ -6,6 +6,7 @@ of the scheduler process beside those of the worker. Moments of two hosts cannot
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from typing import TYPE_CHECKING
@@ -13,7 +14,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from kvxfer.protocol.ids import HandoffId
+
+logger = logging.getLogger("kvxfer.records")
 
 
 class Times(msgspec.Struct, omit_defaults=True):
@@ -46,6 +51,7 @@ class HandoffRecord(msgspec.Struct):
     ``bytes`` and ``descriptors`` are what this side posted; a side that posts nothing (push's sink, pull's source) has zeros
     there. ``completed`` holds, for each of this side's transfers that ended well, when that was seen and the bytes in all by
     then; a write of a generation that was given up is among them. ``tokens`` and ``blocks`` are what the sink registered.
+    ``trace`` is the request's ``traceparent``, where telemetry wants it and a client or a router sent one.
     """
 
     handoff: str
@@ -64,6 +70,7 @@ class HandoffRecord(msgspec.Struct):
     reason: str = ""
     times: Times = msgspec.field(default_factory=Times)
     completed: list[tuple[float, int]] = []
+    trace: str = ""
 
     def posted(self, size: int, descriptors: int, now: float) -> None:
         """Add a transfer that was posted: its bytes, its descriptors, the moment."""
@@ -84,9 +91,13 @@ class HandoffRecord(msgspec.Struct):
 
 
 class RecordBook:
-    """The last ``capacity`` ended handoffs and all that are open. Written by the mover, read by anybody."""
+    """The last ``capacity`` ended handoffs and all that are open. Written by the mover, read by anybody.
 
-    def __init__(self, capacity: int) -> None:
+    ``hear`` are told of each record that ends, in the mover's thread: it does not change any more. They must not wait.
+    """
+
+    def __init__(self, capacity: int, hear: Sequence[Callable[[HandoffRecord], None]] = ()) -> None:
+        self._hear = hear
         self._ended: deque[HandoffRecord] = deque(maxlen=capacity)
         self._open: dict[tuple[str, HandoffId], HandoffRecord] = {}
         self._lock = threading.Lock()
@@ -111,6 +122,12 @@ class RecordBook:
             if record is not None:
                 record.outcome, record.reason, record.times.released = outcome, reason, now
                 self._ended.append(record)
+        if record is not None:
+            for hear in self._hear:
+                try:
+                    hear(record)
+                except Exception:  # the engine must have its blocks back, whatever telemetry makes of it
+                    logger.exception("defect in the telemetry of handoff %s", handoff)
 
     def last(self, count: int) -> list[HandoffRecord]:
         """Return the last ``count`` records, the open ones last. They go on changing; encode them at once."""

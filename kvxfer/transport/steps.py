@@ -84,6 +84,17 @@ class Steps:
         while self._sinks and self._sinks[0][0].done():
             yield from self._sinks.popleft()[1]
 
+    def recorded(self) -> bool:
+        """Tell whether a fence that something waits for has been recorded, so that to look at it is not in vain.
+
+        While a step is being launched there is none for what it computes; ``end`` or the next ``begin`` brings it.
+        """
+        return bool(
+            self._sinks
+            or (self._sources and self._sources[0].fence is not None)
+            or (self._held and self._held[0][0] is not None)
+        )
+
     def __bool__(self) -> bool:
         """Tell whether anything waits for a fence."""
         return bool(self._sources or self._sinks or self._held)

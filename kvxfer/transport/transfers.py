@@ -33,7 +33,10 @@ logger = logging.getLogger("kvxfer.mover")
 
 @dataclass(slots=True, eq=False)
 class InFlight:
-    """A posted transfer of ours, and whom to tell when it is terminal. ``bytes``, ``descriptors``: its size."""
+    """A posted transfer of ours, and whom to tell when it is terminal. ``bytes``, ``descriptors``: its size.
+
+    ``span``: its positions.
+    """
 
     transfer: Any
     number: int
@@ -42,6 +45,7 @@ class InFlight:
     peer: str
     bytes: int
     descriptors: int
+    span: tuple[int, int] = (0, 0)
 
 
 class Sources(NamedTuple):
@@ -188,7 +192,9 @@ class Transfers:
         local, remote = (plan.source, plan.sink) if write else (plan.sink, plan.source)
         transfer = self._post(action, local, remote, name)
         side = "source" if write else "sink"
-        one = InFlight(transfer, action.transfer, action.handoff, side, name, plan.bytes, plan.count)
+        one = InFlight(
+            transfer, action.transfer, action.handoff, side, name, plan.bytes, plan.count, (action.start, action.end)
+        )
         self.in_flight.append(one)
         return one
 

@@ -6,12 +6,16 @@ comes out right without being looked at, and so do MIG instances, which have the
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import re
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kvxfer.errors import PlatformError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 LIBRARY: Final = "libcuda.so.1"
 OVERRIDE: Final = "KVXFER_LIBCUDA"
@@ -33,14 +37,7 @@ _ELSE: Final = "nvidia-smi and dmesg on the host say more"
 
 def pci_address(device: int) -> str:
     """Return the PCI address (``dddd:bb:dd.f``) of a device of this process. Raises PlatformError with the driver's reason."""
-    name = os.environ.get(OVERRIDE) or LIBRARY
-    try:
-        driver = ctypes.CDLL(name)
-    except OSError as error:
-        raise PlatformError(
-            f"NVIDIA's driver library cannot be loaded, though there is memory of a GPU: {error}; give the container the host's "
-            f"(--gpus, NVIDIA's container toolkit), or name its file in {OVERRIDE}"
-        ) from error
+    driver, name = _load()
     handle, text = ctypes.c_int(), ctypes.create_string_buffer(_ROOM)
     _call(driver, name, "cuInit", ctypes.c_uint(0))
     _call(driver, name, "cuDeviceGet", ctypes.byref(handle), ctypes.c_int(device))
@@ -50,6 +47,45 @@ def pci_address(device: int) -> str:
         raise PlatformError(f"{name} gives device {device} the PCI address {text.value!r}, which is none: {_ELSE}")
     domain, bus, slot, function = (int(part or "0", 16) for part in found.groups())
     return f"{domain:04x}:{bus:02x}:{slot:02x}.{function}"
+
+
+class Driver:
+    """The driver, for as long as it is used: what it refuses raises PlatformError."""
+
+    def __init__(self) -> None:
+        self._library, self._name = _load()
+        self.call("cuInit", ctypes.c_uint(0))
+
+    def call(self, function: str, *arguments: object) -> None:
+        """Call a function."""
+        _call(self._library, self._name, function, *arguments)
+
+    def function(self, name: str) -> Callable[..., None]:
+        """Return a function that is called many times."""
+        return lambda *arguments: self.call(name, *arguments)
+
+    def primary_context(self, device: int) -> ctypes.c_void_p:
+        """Return the context that CUDA's runtime, and so torch, has on a device of this process."""
+        handle, context = ctypes.c_int(), ctypes.c_void_p()
+        self.call("cuDeviceGet", ctypes.byref(handle), ctypes.c_int(device))
+        self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), handle)
+        return context
+
+    def free_host(self, address: int) -> None:
+        """Give pinned memory back; a driver that is on its way out may refuse."""
+        with contextlib.suppress(PlatformError):
+            self.call("cuMemFreeHost", ctypes.c_void_p(address))
+
+
+def _load() -> tuple[ctypes.CDLL, str]:
+    name = os.environ.get(OVERRIDE) or LIBRARY
+    try:
+        return ctypes.CDLL(name), name
+    except OSError as error:
+        raise PlatformError(
+            f"NVIDIA's driver library cannot be loaded, though there is memory of a GPU: {error}; give the container the host's "
+            f"(--gpus, NVIDIA's container toolkit), or name its file in {OVERRIDE}"
+        ) from error
 
 
 def _call(driver: ctypes.CDLL, library: str, function: str, *arguments: object) -> None:

@@ -13,6 +13,7 @@ from kvxfer.rails.pci import Address
 from kvxfer.rails.sysfs import read_sysfs
 from kvxfer_cuda import driver, layouts
 from kvxfer_cuda.events import EventPool
+from kvxfer_cuda.mirror import PinnedMirror
 from kvxfer_cuda.repack import OFFERS, DeviceMemory, repack
 
 if TYPE_CHECKING:
@@ -97,6 +98,10 @@ class CudaPlatform(Platform):
         with cuda.stream(self._repacking):
             repack(call, self._memory)
             return self._events.record()
+
+    def mirror(self, spans: Sequence[tuple[int, int]], device: int) -> PinnedMirror:
+        """Pin as much host memory as the spans have. Raises PlatformError when there is not enough."""
+        return PinnedMirror(spans, device, self._events, _torch_cuda)
 
     def _on(self, device: int) -> str:
         return f"{self.device_type}:{device}"

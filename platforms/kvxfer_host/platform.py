@@ -13,6 +13,7 @@ from kvxfer.errors import ConfigError, LayoutMismatchError, PlatformError
 from kvxfer.layout.describe import Heads, Tensor, opaque
 from kvxfer.layout.maps import CacheMap, Group, Plane
 from kvxfer.platform import Fence, Geometry, LayerGroup, Platform, Presence
+from kvxfer_host.mirror import HostMirror
 from kvxfer_host.repack import OFFERS, repack, vec
 from kvxfer_host.stream import LateStream
 
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
 FENCE_DELAY = "KVXFER_HOST_FENCE_DELAY"
 """Test mode: seconds by which the host's fences pass late (see stream.py)."""
+
+COPY_DELAY = "KVXFER_HOST_COPY_DELAY"
+"""Test mode: the cache is taken for a device's, which the fabric does not reach, and copies pass this many seconds late."""
 
 _BYTES = frozenset({"uint8", "int8", "float8_e4m3fn", "float8_e5m2"})
 _SAME = {"fp8": "fp8_e4m3"}
@@ -54,15 +58,17 @@ class HostMemory:
 class HostPlatform(Platform):
     """Plain host memory under vLLM's CPU attention.
 
-    ``fence_delay`` (seconds) turns on the test mode in which fences pass late; by default the environment decides.
+    ``fence_delay`` (seconds) turns on the test mode in which fences pass late, ``copy_delay`` the one in which the cache is moved
+    through a mirror as a device's is; by default the environment decides.
     """
 
     name: ClassVar[str] = "host"
     device_type: ClassVar[str] = "cpu"
 
-    def __init__(self, fence_delay: float | None = None) -> None:
-        delay = _delay_from_environment() if fence_delay is None else fence_delay
-        self.stream = LateStream(delay) if delay > 0 else None
+    def __init__(self, fence_delay: float | None = None, copy_delay: float | None = None) -> None:
+        delay = _delay_from_environment(FENCE_DELAY) if fence_delay is None else fence_delay
+        self.stream = LateStream(delay) if delay else None
+        self.copy_delay = _delay_from_environment(COPY_DELAY) if copy_delay is None else copy_delay
 
     def presence(self) -> Presence:
         """Every machine has host memory."""
@@ -134,6 +140,11 @@ class HostPlatform(Platform):
         repack(call)
         return _PASSED
 
+    def mirror(self, spans: Sequence[tuple[int, int]], device: int) -> HostMirror | None:
+        """Host memory is where it is to be: there is nothing to do, but in the test mode."""
+        del device
+        return None if self.copy_delay is None else HostMirror(spans, LateStream(self.copy_delay))
+
     def pci_address(self, device: int) -> str | None:
         """Host memory is behind no PCI function."""
         del device
@@ -161,14 +172,16 @@ class HostPlatform(Platform):
         return _PASSED if self.stream is None else self.stream.fence()
 
 
-def _delay_from_environment() -> float:
-    text = os.environ.get(FENCE_DELAY, "0")
+def _delay_from_environment(name: str) -> float | None:
+    text = os.environ.get(name)
+    if text is None:
+        return None
     try:
         delay = float(text)
     except ValueError:
         delay = -1.0
     if not 0.0 <= delay <= 60.0:  # noqa: PLR2004
-        raise ConfigError(f"{FENCE_DELAY}={text!r} must be a number of seconds from 0 to 60")
+        raise ConfigError(f"{name}={text!r} must be a number of seconds from 0 to 60")
     return delay
 
 

@@ -100,6 +100,13 @@ class NeuronPlatform(Platform):
         self._fences = fences.choose(self._environment, tensors)
         return described
 
+    def mirror(self, spans: Sequence[tuple[int, int]], device: int) -> None:
+        """Nothing is moved through host memory here: EFA reaches a Neuron device's, and vllm-neuron may say ``cpu`` unasked."""
+        del spans, device
+        logger.warning(
+            "kv_buffer_device=cpu is without effect on Neuron: KV moves between the devices' own memory, over EFA"
+        )
+
     def pci_address(self, device: int) -> str | None:
         """Return the Neuron device's address; see ``devices`` for how it is found, and what to set where it is not."""
         return str(self._devices.placement(device).node.where)

@@ -128,6 +128,34 @@ def test_decode_makes_no_steps_while_prefill_has_not_come_and_wakes_when_its_kv_
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["synchronous", "asynchronous"])
 @pytest.mark.parametrize("mode", ["push", "pull"])
+def test_the_step_after_the_one_that_slept_computes(cores, mode, ahead) -> None:
+    """Without what ``at_once`` does, one step without work comes between, two under asynchronous scheduling."""
+    fabric = TwinFabric()
+    p, d = cores("p", fabric, mode=mode, ahead=ahead), cores("d", fabric, mode=mode, ahead=ahead)
+    tokens, scheduled = prompt(150, 1), []
+    original = d.engine.scheduler.schedule
+
+    def schedule(*args: Any) -> Any:
+        output = original(*args)
+        scheduled.append(output.total_num_scheduled_tokens)
+        return output
+
+    d.engine.scheduler.schedule = schedule
+    d.ask(lambda: d.engine.add("d", tokens, decode_leg(p.engine, "t"), max_tokens=5))
+    until(lambda: d.engine.steps > 0, "decode does not begin")
+    still(d)
+    slept = len(scheduled)
+    assert not any(scheduled)
+    p.ask(lambda: p.engine.add("p", tokens, prefill_leg("t")))
+    until(lambda: len(d.engine.outputs["d"]) == 5, "decode does not go on")
+    assert [bool(tokens) for tokens in scheduled[slept : slept + 2]] == [False, True], scheduled[slept:]
+    assert d.engine.outputs["d"] == expected(tokens, 5)
+    until(lambda: not (p.engine.busy or d.engine.busy), "blocks are held")
+    check(p.engine, d.engine)
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["synchronous", "asynchronous"])
+@pytest.mark.parametrize("mode", ["push", "pull"])
 def test_prefill_makes_no_steps_while_it_holds_a_prompt(cores, mode, ahead) -> None:
     fabric = TwinFabric()
     p, d = cores("p", fabric, mode=mode, ahead=ahead), cores("d", fabric, mode=mode, ahead=ahead)

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from kvxfer.connector.compat import Features
-from kvxfer.connector.room import RoomStats
+from kvxfer.connector.stats import Stats
 from tests.contract.recorded_doubles import VERSIONS, build, read
 
 pytestmark = pytest.mark.contract
@@ -165,7 +165,7 @@ def order(version: str, function: str) -> list[str]:
 @pytest.mark.parametrize("version", VERSIONS)
 def test_what_vllm_asks_of_our_objects_is_there(version) -> None:
     """From 0.31 on the scheduler calls a method of a connector's figures that older versions do not have: an engine ended there."""
-    ours = {"KVConnectorStats": RoomStats()}
+    ours = {"KVConnectorStats": Stats()}
     asked = read(version)["asked"]
     assert set(asked) == set(ours)
     for name, members in asked.items():

@@ -7,10 +7,12 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from prometheus_client import CollectorRegistry, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 
 from kvxfer.connector.connectors import KvxferPushConnector
-from kvxfer.connector.room import Room, RoomStats, said
+from kvxfer.connector.room import Room, said
+from kvxfer.connector.stats import Stats
+from tests.support.prom import config, metric_types
 
 pytestmark = pytest.mark.contract
 
@@ -47,7 +49,7 @@ def test_the_schedulers_own_code_sends_the_figure():
     scheduler = MagicMock(log_stats=True, kv_cache_manager=manager, connector_prefix_cache_stats=None)
     scheduler.get_request_counts.return_value = (0, 0)
     scheduler.running = scheduler.waiting = scheduler.skipped_waiting = scheduler.deferred_waiting = ()
-    stats = Scheduler.make_stats(scheduler, kv_connector_stats=RoomStats(data={"reclaimable_tokens": 7}))
+    stats = Scheduler.make_stats(scheduler, kv_connector_stats=Stats(data={"reclaimable_tokens": 7}))
     assert said(stats.kv_connector_stats) == 7
 
 
@@ -68,18 +70,9 @@ def test_a_little_is_said_after_a_while(monkeypatch):
 
 def test_the_gauge_is_set_by_what_vllm_hands_over():
     registry = CollectorRegistry()
-
-    class OwnGauge(Gauge):
-        def __init__(self, name, documentation, labelnames=(), **more):
-            super().__init__(name, documentation, labelnames, **(more | {"registry": registry}))
-
-    transfer = SimpleNamespace(kv_connector_extra_config={}, engine_id="e", kv_role="kv_consumer")
-    parallel = SimpleNamespace(data_parallel_size=1, tensor_parallel_size=1, pipeline_parallel_size=1)
-    config = SimpleNamespace(kv_transfer_config=transfer, parallel_config=parallel)
-    types = dict.fromkeys(_metric_types(), OwnGauge)
-    metrics = KvxferPushConnector.build_prom_metrics(config, types, ["engine"], {0: ["0"]})
+    metrics = KvxferPushConnector.build_prom_metrics(config(), metric_types(registry), ["engine"], {0: ["0"]})
     assert b"kvxfer_reclaimable_tokens{" not in generate_latest(registry), "what was not said is not shown"
-    newest = RoomStats(data={"reclaimable_tokens": 1}).aggregate(RoomStats(data={"reclaimable_tokens": 4096}))
+    newest = Stats(data={"reclaimable_tokens": 1}).aggregate(Stats(data={"reclaimable_tokens": 4096}))
     metrics.observe(newest.data, 0)
     metrics.observe({}, 0)
     metrics.observe({"reclaimable_tokens": "x"}, 0)
@@ -88,13 +81,6 @@ def test_the_gauge_is_set_by_what_vllm_hands_over():
     assert KvxferPushConnector.build_kv_connector_stats(newest.data).is_empty(), (
         "vLLM's log has the cache's use already"
     )
-    assert newest.aggregate(RoomStats()) is newest
-    assert newest.reduce() == {"reclaimable_tokens": 4096}
+    assert newest.aggregate(Stats()) is newest
     newest.reset()
     assert newest.is_empty()
-
-
-def _metric_types():
-    from prometheus_client import Counter, Gauge, Histogram
-
-    return Gauge, Counter, Histogram

@@ -88,6 +88,11 @@ def test_what_an_operator_sees(pair: Pair) -> None:
             stages = {one["stage"] for one in mine["stages"]}
             assert {"router queue", "prefill", "registration", "transfer", "first token", "decode"} <= stages, mine
             assert mine["outcome"] == "ok"
+            path = {one["stage"]: one["seconds"] for one in mine["path"]}
+            assert sum(path.values()) == pytest.approx(mine["first_token_s"], abs=1e-4)
+            assert min(path.values()) > -1e-4, path
+            assert abs(path["the rest"]) <= 0.05 * mine["first_token_s"], path
+            assert {"decode's front end", "wait for KV", "decode's first token"} <= set(path), path
         await pair.all_free()
 
     asyncio.run(go())

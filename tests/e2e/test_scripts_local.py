@@ -51,19 +51,31 @@ def test_a_sweep_of_both_modes_its_plot_and_its_page(tmp_path) -> None:
             assert (point["input"], point["output"], point["qps"]) == (300, 8, qps)
             arm = point["arms"][mode]
             assert (arm["requests"], arm["failed"], arm["prefix_hits"], arm["ttft_ms"]["n"]) == (4, 0, 0, 4)
+            assert arm["handoffs"]["recorded"] >= 4
+            assert (arm["handoffs"]["outcomes"], arm["handoffs"]["backends"]) == (["done"], ["LIBFABRIC"])
             assert found["complaints"] == []
     run(tmp_path, sys.executable, "-m", "kvxfer.cli", "report", str(tmp_path), "-o", str(tmp_path / "report.html"))
     page = (tmp_path / "report.html").read_text()
     assert 'data-point="300@2" data-arm="push"' in page
 
 
-def test_conversations_without_reuse(tmp_path) -> None:
+def test_conversations_without_and_with_reuse(tmp_path) -> None:
     small = {"CONVERSATIONS": "2", "TURNS": "3", "FIRST_TOKENS": "300", "TURN_TOKENS": "100", "ANSWER_TOKENS": "8"}
-    run(tmp_path, "bash", str(SCRIPTS / "run_multiturn_sweep.sh"), LEG="off", **small)
-    assert processes() == set()
-    found = results.read(tmp_path / "multiturn_off_iter1.json", "multiturn")
     lengths = [300 + turn * 108 for turn in range(3)]
-    assert [turn["prompt_tokens"]["median"] for turn in found["turns"]] == lengths
-    # Prefill's prefix cache is off, and it takes nothing back: it computes every prompt whole.
-    assert [turn["tokens_computed"] for turn in found["turns"]] == [2 * length for length in lengths]
-    assert [turn["tokens_taken_back"] for turn in found["turns"]] == [0, 0, 0]
+    turns = {}
+    for leg in ("off", "on"):
+        run(tmp_path, "bash", str(SCRIPTS / "run_multiturn_sweep.sh"), LEG=leg, **small)
+        assert processes() == set()
+        turns[leg] = results.read(tmp_path / f"multiturn_{leg}_iter1.json", "multiturn")["turns"]
+        assert [turn["prompt_tokens"]["median"] for turn in turns[leg]] == lengths
+    # Prefill's prefix cache is off, and without reuse it takes nothing back: it computes every prompt whole.
+    assert [turn["tokens_computed"] for turn in turns["off"]] == [2 * length for length in lengths]
+    assert [turn["tokens_taken_back"] for turn in turns["off"]] == [0, 0, 0]
+    # With it every later turn takes back what decode holds of the one before, in whole blocks of 32, and computes the rest.
+    assert turns["on"][0]["tokens_taken_back"] == 0
+    for turn, before in zip(turns["on"][1:], lengths, strict=False):
+        assert turn["tokens_taken_back"] >= 2 * (before // 32 * 32 - 32)
+    for turn, length in zip(turns["on"], lengths, strict=True):
+        assert turn["tokens_computed"] + turn["tokens_taken_back"] == 2 * length
+    for leg in ("off", "on"):
+        assert (tmp_path / f"multiturn_{leg}_iter1.log").exists()

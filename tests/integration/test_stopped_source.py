@@ -21,9 +21,9 @@ BLOCKS = list(range(1, 61))
 SIZE = {"num_blocks": 64, "block_bytes": 2 << 20}
 
 
-def stop_in_mid_write(p: PeerProcess, d: PeerProcess) -> None:
+def stop_in_mid_write(p: PeerProcess, d: PeerProcess, seconds: float = 20.0) -> None:
     p("prefill", handoff="h", request="p", blocks=BLOCKS, tokens=4 * len(BLOCKS))
-    deadline = time.monotonic() + 20.0
+    deadline = time.monotonic() + seconds
     while not (arrived := d("arrived", blocks=BLOCKS)) > 0:
         assert time.monotonic() < deadline
     os.kill(p.process.pid, signal.SIGSTOP)

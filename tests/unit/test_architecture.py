@@ -36,6 +36,7 @@ MAY_IMPORT = {
     "kvxfer/router/": {ERRORS, ADDRESSES},
     # Its page shows engines' handoff records, which it asks for as an operator does.
     "kvxfer/router/waterfall.py": {ERRORS, "kvxfer.router", "kvxfer.transport"},
+    "kvxfer/router/path.py": {"kvxfer.router", "kvxfer.transport.records"},
     # The simulation plays engines: it drives what a connector drives.
     "kvxfer/chaos/": {
         ERRORS,

@@ -51,6 +51,8 @@ def test_every_setting_reaches_its_place() -> None:
         "idle_wait": 0.2,
         "poll_interval": 0.001,
         "record_capacity": 5,
+        "records_dir": "/var/log/kvxfer",
+        "spans": True,
         "bidirectional_kv_xfer": True,
         "kv_recompute_threshold": "auto",
         "decoder_kv_blocks_ttl": 100.0,

@@ -81,6 +81,9 @@ def pd(
     minutes: Annotated[float | None, typer.Option(help="End the sitting by then, engines' start included.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds for one leg of a request.", min=1)] = 120.0,
     backend: Annotated[str, typer.Option(help="NIXL's backend: UCX or LIBFABRIC.")] = "LIBFABRIC",
+    buffer_device: Annotated[
+        str, typer.Option(help="vLLM's kv_buffer_device, for all pairs: cpu moves KV through host memory.")
+    ] = "",
     connector_config: Annotated[
         str, typer.Option(help="Of kvxfer's connectors, more extra configuration: JSON.")
     ] = "{}",
@@ -130,6 +133,7 @@ def pd(
             base={
                 "python": python, "on_cpu": on_cpu, "prefix_caching": prefix_caching, "num_blocks": num_blocks,
                 "tensor_parallel": tensor_parallel, "max_num_batched_tokens": budget, "ready_seconds": ready_seconds,
+                "buffer_device": buffer_device or None,
                 "dtype": dtype or ("float32" if shown == "small" else "bfloat16"),
                 "block_size": block_size or (32 if on_cpu else 16), "max_model_len": max_model_len or room,
                 "args": (*model_args, *shlex.split(engine_args)), "environment": _pairs("--env", env),
@@ -162,7 +166,8 @@ def pd(
             timeout=timeout, limit=None if minutes is None else minutes * 60.0, verification=plan, expected_layout=expect_layout,
         )  # fmt: skip
         told = {
-            "model": shown, "backend": backend, "prefix_caching": prefix_caching, "connector_config": build.ours,
+            "model": shown, "backend": backend, "buffer_device": buffer_device, "prefix_caching": prefix_caching,
+            "connector_config": build.ours,
             "upstream_config": build.upstreams, "running": running or [],
             "environment": {"all": build.base["environment"], "prefill": build.prefill, "decode": build.decode},
             **{k: v for k, v in dataclasses.asdict(settings).items() if k not in {"unloaded", "loaded"}},

@@ -148,6 +148,15 @@ def test_arms_differ_in_their_connector_alone(tmp_path) -> None:
     assert upstreams["kv_connector"] == "NixlPullConnector"
     assert upstreams["kv_connector_extra_config"] == {"backends": ["UCX"]}
     assert "kv_connector_module_path" not in upstreams, "vLLM's own class, as it is registered"
+    assert "kv_buffer_device" not in {**ours, **upstreams}
+
+
+def test_all_pairs_of_a_sitting_go_through_host_memory_or_none(tmp_path) -> None:
+    build = Build(tmp_path, {"on_cpu": False, "buffer_device": "cpu"})
+    for arm in make_arms(parse_arms("push,pull,upstream-push,upstream-pull,alone"), build, tmp_path):
+        for engine in arm.engines:
+            told = [json.loads(text) for text in engine.server.command if "kv_role" in text]
+            assert [one["kv_buffer_device"] for one in told] == ([] if arm.label == ALONE else ["cpu"])
 
 
 def test_arms_that_run_already() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from itertools import pairwise
 
@@ -10,8 +11,10 @@ from typer.testing import CliRunner
 
 pytest.importorskip("aiohttp")
 
-from kvxfer.bench import multiturn, results, vllm_serve
-from kvxfer.errors import KvxferError
+from kvxfer.bench import multiturn, results, served, vllm_serve
+from kvxfer.errors import KvxferError, TransportError
+from kvxfer.transport.query import EngineReport, RankReport
+from kvxfer.transport.records import HandoffRecord, Times
 from tests.support.played import Played, serving
 
 RAW = {
@@ -137,3 +140,95 @@ def test_a_leg_that_is_not_what_it_is_called_is_complained_of(tmp_path) -> None:
         )
     assert done.exit_code == 1
     assert results.read(out, "multiturn")["complaints"] != []
+
+
+# --- handoffs of a point --------------------------------------------------------------------------------------------
+
+
+class Metrics:
+    """A client of engines whose ``/metrics`` says who they are."""
+
+    def __init__(self, url):
+        self.port = {"http://10.0.0.1:1": 5600, "http://10.0.0.2:1": 5700}.get(url)
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *exc):
+        pass
+
+    async def metrics(self):
+        info = 'kvxfer_info{engine_id="e",host="0.0.0.0",port="%s",mode="push"} 1.0\n'
+        return "up 1\n" + (info % self.port if self.port else "")
+
+
+def record(name, side, size, outcome="done"):
+    return HandoffRecord(name, "r", side, 0, "push", bytes=size, backend="LIBFABRIC", outcome=outcome, times=Times(1.0))
+
+
+def test_the_handoffs_of_a_point_are_those_since_it_began_from_both_engines(monkeypatch) -> None:
+    kept = {("10.0.0.1", 5600): [record("old", "source", 7)], ("10.0.0.2", 5700): [record("old", "sink", 0)]}
+
+    def fetch(host, port, **_):
+        return EngineReport("e", [RankReport(0, None, "LIBFABRIC", {}, list(kept[host, port]))])
+
+    monkeypatch.setattr(served, "fetch_records", fetch)
+    monkeypatch.setattr("kvxfer.bench.client.Client", Metrics)
+    began = asyncio.run(served.HandedOver.at(["http://10.0.0.1:1", "http://10.0.0.2:1", "http://10.0.0.3:1"]))
+    for name, size in (("a", 100), ("b", 50)):
+        kept["10.0.0.1", 5600].append(record(name, "source", size))
+        kept["10.0.0.2", 5700].append(record(name, "sink", 0))
+    found = began.since()
+    assert (found["recorded"], found["bytes"], found["outcomes"]) == (2, 150, ["done"])
+    kept["10.0.0.1", 5600].append(record("c", "source", 9, "open"))
+    assert "open" in began.since(patience=0.0)["outcomes"], "what is still open after the wait is told"
+
+
+def test_engines_of_others_and_engines_that_do_not_answer_have_none(monkeypatch, capsys) -> None:
+    monkeypatch.setattr("kvxfer.bench.client.Client", Metrics)
+    assert asyncio.run(served.HandedOver.at(["http://10.0.0.3:1"])).since() is None
+
+    def fetch(*_, **__):
+        raise TransportError("nothing at 10.0.0.1:5600 answered")
+
+    monkeypatch.setattr(served, "fetch_records", fetch)
+    assert asyncio.run(served.HandedOver.at(["http://10.0.0.1:1"])).since() is None
+    assert "nothing at 10.0.0.1:5600" in capsys.readouterr().err
+
+
+def seen(seconds: float, *, outcome: str = "ok", path: bool = True) -> dict:
+    stages = [{"stage": "prefill", "seconds": seconds - 0.01}, {"stage": "the rest", "seconds": 0.01}]
+    return {"first_token_s": seconds, "outcome": outcome, "path": stages if path else []}
+
+
+def test_the_median_and_the_slowest_requests_stages_are_kept() -> None:
+    found = served.chosen([seen(0.3), seen(0.1), seen(0.2)])
+    assert found == {"median": {"prefill": 190.0, "the rest": 10.0}, "p99": {"prefill": 290.0, "the rest": 10.0}}
+    assert served.chosen([]) == {}
+
+
+def test_first_tokens_are_the_routers_last_that_ended_well_and_no_other_proxys() -> None:
+    from aiohttp import web
+
+    async def go(answer, status=200):
+        async def waterfall(_request):
+            return web.json_response(answer, status=status)
+
+        app = web.Application()
+        app.router.add_get("/status/waterfall", waterfall)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        try:
+            return await served.first_tokens(f"http://127.0.0.1:{runner.addresses[0][1]}", 2)
+        finally:
+            await runner.cleanup()
+
+    warm_up, failed, bare = seen(9.0), seen(8.0, outcome="failed"), seen(7.0, path=False)
+    told = {"requests": [warm_up, seen(0.1), failed, bare, seen(0.2)]}
+    assert asyncio.run(go(told))["p99"]["prefill"] == 190.0
+    for other in ({"detail": "Not Found"}, []):
+        assert asyncio.run(go(other, 404)) == {}
+    assert asyncio.run(go({"status": "ok"})) == {}
+    assert asyncio.run(served.first_tokens("http://127.0.0.1:1", 2)) == {}

@@ -19,9 +19,11 @@ import pytest
 from kvxfer.errors import PlatformError
 from kvxfer.layout.check import check
 from kvxfer.layout.maps import CacheMap, Plane, offsets
+from kvxfer.layout.mirror import Mirrored, Reflection
 from kvxfer.layout.plan import prepare
 from kvxfer.layout.positions import Table
 from kvxfer.layout.repack import STRIDED, Repacking
+from kvxfer.layout.tables import Tables
 from kvxfer.platform import Geometry, Platform, Presence, platform_for
 
 PCI = re.compile(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
@@ -238,6 +240,82 @@ class PlatformConformance:
         for at, length in cache.spans:
             self.copy_memory(copy.ctypes.data + at - first, at, length)
         return copy
+
+    # --- through host memory ----------------------------------------------------------------------------------------
+
+    def mirror_of(self, platform: Platform, spans: Any, device: int) -> Any:
+        """Make a mirror; override where only a test mode has one."""
+        return platform.mirror(spans, device)
+
+    def test_what_goes_through_its_mirror_comes_back_as_it_was_and_nothing_else_changes(self) -> None:
+        platform = self.make_platform()
+        caches, geometry = self.make_caches()
+        cache = platform.describe(caches, geometry)
+        mirror = self.mirror_of(platform, cache.spans, cache.device)
+        if mirror is None:
+            pytest.skip("this platform moves nothing through a mirror")
+        assert mirror.size >= sum(length for _, length in cache.spans)
+        reflection = Reflection(cache.spans, mirror.addresses)
+        reflected = reflection.of(cache)
+        check(reflected)
+        assert (reflected.memory, reflected.device) == ("DRAM", 0)
+        before = self.noise(cache)
+        last = geometry.num_blocks - 1
+        tables = Tables.of(cache)
+        ids = tables.spanning([(last, 1, 2)] * len(cache.groups), 0, 2 * cache.block_size)
+        span, plan = (0, 2 * cache.block_size), Mirrored(cache, reflected)
+        self.wait_for(mirror.copy(plan.copies(ids, span, *span, source=True), inward=False))
+        assert (self.memory_of(cache) == before).all(), "a copy out changed the device's memory"
+        zeros = np.zeros(before.size, dtype=np.uint8)
+        first = min(at for at, _ in cache.spans)
+        for at, length in cache.spans:
+            self.copy_memory(at, zeros.ctypes.data + at - first, length)
+        self.wait_for(mirror.copy(plan.copies(ids, span, *span, source=False), inward=True))
+        got, moved = self.memory_of(cache), np.zeros(before.size, dtype=bool)
+        for group in cache.groups:
+            for plane in group.planes:
+                for layer, token, head in itertools.product(plane.layers, range(group.block_size), plane.heads):
+                    for block in (last, 1) if not plane.interior else ():
+                        moved[cell(plane, layer, block, head, token) - first] = True
+        if moved.any():
+            assert (got[moved] == before[moved]).all()
+            assert not got[~moved].any(), "bytes of other blocks were copied"
+        else:
+            assert got.any()
+            assert (got[got != 0] == before[got != 0]).all()
+
+    def test_a_mirrors_copies_keep_their_order_whichever_way_they_go(self) -> None:
+        platform = self.make_platform()
+        caches, geometry = self.make_caches()
+        cache = platform.describe(caches, geometry)
+        mirror = self.mirror_of(platform, cache.spans, cache.device)
+        if mirror is None:
+            pytest.skip("this platform moves nothing through a mirror")
+        before = self.noise(cache)
+        (at, length), here, half = cache.spans[0], mirror.addresses[0], cache.spans[0][1] // 2
+        out = np.array([[at, here, half, 1, 0, 0]], dtype=np.int64)
+        back = np.array([[at + half, here, half, 1, 0, 0]], dtype=np.int64)
+        fences = [mirror.copy(out, inward=False), mirror.copy(back, inward=True)]
+        self.wait_for(fences[1])
+        assert fences[0].done()
+        start = at - min(at for at, _ in cache.spans)
+        got = self.memory_of(cache)[start : start + length]
+        assert (got[half : 2 * half] == before[start : start + half]).all()
+
+    def noise(self, cache: CacheMap) -> np.ndarray:
+        """Fill the cache's memory with noise and return it, as ``memory_of`` does."""
+        first = min(at for at, _ in cache.spans)
+        noise = np.random.default_rng(1).integers(1, 256, size=self.memory_of(cache).size, dtype=np.uint8)
+        for at, length in cache.spans:
+            self.copy_memory(at, noise.ctypes.data + at - first, length)
+        return self.memory_of(cache)
+
+    def wait_for(self, fence: Any) -> None:
+        """Wait until a fence has passed."""
+        deadline = time.monotonic() + 30.0
+        while not fence.done():
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
 
     # --- where it is attached ---------------------------------------------------------------------------------------
 

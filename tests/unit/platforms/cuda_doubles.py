@@ -61,6 +61,7 @@ class FakeCuda:
         class Stream:
             def __init__(self) -> None:
                 self.late = LateStream(delay)
+                self.cuda_stream = id(self)
 
         self.Event = Event
         self.Stream = Stream

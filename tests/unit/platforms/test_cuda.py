@@ -7,12 +7,14 @@ import os
 import threading
 import time
 
+import numpy as np
 import pytest
 
 from kvxfer.errors import PlatformError
 from kvxfer.layout.maps import spell
 from kvxfer.platform import Geometry, LayerGroup
 from kvxfer_cuda import CudaPlatform
+from kvxfer_cuda import mirror as mirror_module
 from kvxfer_cuda import platform as module
 from kvxfer_cuda.driver import OVERRIDE
 from tests.unit.platforms.cuda_doubles import COMPILER, FakeCuda, OnGpu, compile_driver
@@ -79,6 +81,13 @@ class TestCuda(PlatformConformance):
     @pytest.fixture(autouse=True)
     def _allocate_on_the_host(self, monkeypatch):
         monkeypatch.setattr(CudaPlatform, "_on", lambda self, device: "cpu")
+
+    @pytest.fixture(autouse=True)
+    def _copy_late(self, monkeypatch):
+        """The driver's double copies at once; its caller is put onto the stream that is current."""
+        launch = mirror_module.launch
+        later = lambda *args, **kwargs: self.cuda.stream_now().launch(lambda: launch(*args, **kwargs))  # noqa: E731
+        monkeypatch.setattr(mirror_module, "launch", later)
 
 
 class TestCudaTokenMajor(TestCuda):
@@ -269,6 +278,66 @@ def test_re_packing_does_not_wait_for_what_is_computed_and_its_fence_is_its_own(
     assert ran == [0, 1, 2]
     assert gpu.devices_set == [1], "the mover's thread is born on device 0"
     go.set()
+
+
+# --- through host memory ----------------------------------------------------------------------------------------------
+
+
+def test_copies_wait_for_nothing_that_is_computed_and_are_put_on_the_device_of_the_cache(gpu) -> None:
+    memory, go = np.arange(64, dtype=np.uint8), threading.Event()
+    mirror = CudaPlatform().mirror([(memory.ctypes.data, 64)], 1)
+    gpu.stream_now().launch(go.wait)
+    wait_for(mirror.copy(np.array([[memory.ctypes.data, mirror.addresses[0], 64, 1, 0, 0]]), inward=False))
+    assert ctypes.string_at(mirror.addresses[0], 64) == memory.tobytes()
+    assert gpu.devices_set == [1], "the mover's thread is born on device 0"
+    go.set()
+
+
+def test_spans_keep_their_order_and_distances_in_the_mirror(gpu) -> None:
+    mirror = CudaPlatform().mirror([(1 << 20, 5000), (3 << 20, 5000), (2 << 20, 5000)], 0)
+    first, third, second = mirror.addresses
+    assert (second - first, third - second, mirror.size) == (8192, 8192, 3 * 8192)
+    assert first % 4096 == 0
+
+
+def test_a_mirror_that_cannot_be_pinned_says_how_much_it_is_and_what_to_set(gpu, monkeypatch) -> None:
+    monkeypatch.setenv("FAKE_CUDA_ROOM", "8191")
+    with pytest.raises(
+        PlatformError, match=r"^8,192 bytes of pinned .* device 1, .*--num-gpu-blocks-override.*cuMemHostAlloc"
+    ):
+        CudaPlatform().mirror([(1 << 20, 5000)], 1)
+
+
+@pytest.mark.parametrize("allocations", ["one", "one a layer", "one for two layers"])
+def test_rows_of_one_copy_may_lie_in_any_allocations(gpu, monkeypatch, allocations) -> None:
+    """The driver takes no copy that reaches from one allocation into another; layers that vLLM allocates one by one are such."""
+    size, layers = 1 << 16, 4
+    monkeypatch.setenv(
+        "FAKE_CUDA_ALLOCATION", str({"one": 4, "one a layer": 1, "one for two layers": 2}[allocations] * size)
+    )
+    room = np.zeros(2 * layers * size, np.uint8)
+    base = -(-room.ctypes.data // (layers * size)) * layers * size  # where an allocation begins, whatever its size
+    memory = np.frombuffer((ctypes.c_uint8 * (layers * size)).from_address(base), np.uint8).reshape(layers, size)
+    memory[:] = np.random.default_rng(0).integers(0, 256, memory.shape)
+    mirror = CudaPlatform().mirror([(base + layer * size, size) for layer in range(layers)], 0)
+    copies = np.array([[base + 100, mirror.addresses[0] + 100, 3000, layers, size, size]])
+    ctypes.memset(mirror.addresses[0], 0, layers * size)
+    wait_for(mirror.copy(copies, inward=False))
+    there = [ctypes.string_at(address, size) for address in mirror.addresses]
+    assert [one[100:3100] for one in there] == [row[100:3100].tobytes() for row in memory]
+    assert not any(any(one[3100:]) or any(one[:100]) for one in there)
+    before, memory[:] = memory.copy(), 0
+    wait_for(mirror.copy(copies, inward=True))
+    assert (memory[:, 100:3100] == before[:, 100:3100]).all()
+    assert not memory[:, 3100:].any()
+    assert not memory[:, :100].any()
+
+
+def test_a_copy_that_the_driver_refuses_is_told(gpu, monkeypatch) -> None:
+    mirror = CudaPlatform().mirror([(1 << 20, 4096)], 0)
+    monkeypatch.setenv("FAKE_CUDA_ERROR", "700")
+    with pytest.raises(PlatformError, match="cuMemcpy2DAsync_v2"):  # rows that overlap
+        mirror.copy(np.array([[1 << 20, mirror.addresses[0], 64, 2, 32, 32]]), inward=True)
 
 
 # --- staging ----------------------------------------------------------------------------------------------------------

@@ -48,6 +48,17 @@ class TestHost(PlatformConformance):
         ctypes.memmove(target, origin, length)
 
 
+class TestHostAsADevice(TestHost):
+    """The test mode in which its memory is moved through a mirror."""
+
+    def make_platform(self) -> HostPlatform:
+        return HostPlatform(copy_delay=0.02)
+
+
+def test_host_memory_needs_no_mirror() -> None:
+    assert HostPlatform().mirror([(0, 1 << 50)], 0) is None
+
+
 class TestHostWithOneStorage(TestHost):
     """All layers are views of one storage, strided so that a block of all layers is one run."""
 

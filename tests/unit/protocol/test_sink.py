@@ -804,3 +804,21 @@ def test_a_lost_source_is_called_back_once_for_each_handoff() -> None:
     rig.lose()
     assert not rig.sink.wants_back(P), "one that answers calls and nothing else must not put the fence off for ever"
     assert [a for a in rig.wait(2.0) if isinstance(a, Revoke)]
+
+
+# --- what is copied when it has arrived -------------------------------------------------------------------------------
+
+
+def test_only_words_of_an_open_push_from_its_own_sources_say_that_something_has_arrived() -> None:
+    word = Written(H, 1, 0, 0, 0, 4)
+    rig = Rig()
+    assert rig.sink.receives(P.agent, word) is None
+    rig.push()
+    assert rig.sink.receives(P.agent, word) == P
+    assert rig.sink.receives(STRANGER.agent, word) is None
+    assert rig.sink.receives(P.agent, Written(H, 2, 0, 0, 0, 4)) is None
+    rig.cancel()
+    assert rig.sink.receives(P.agent, word) is None
+    rig = Rig()
+    rig.pull()
+    assert rig.sink.receives(P.agent, word) is None

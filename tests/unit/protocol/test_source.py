@@ -1071,3 +1071,76 @@ def test_nobody_comes_for_what_is_held() -> None:
     assert rig.source.state(H) is State.CLOSED
     (failed,) = sent(rig.register(mode="pull"), Failed)
     assert "nobody came to read" in failed.reason
+
+
+# --- what is copied before it is written, or read ---------------------------------------------------------------------
+
+
+def test_writes_are_cut_into_slices_at_the_prompts_own_marks() -> None:
+    rig = Rig(slice_tokens=8)
+    rig.start(30)
+    rig.register(start=5, end=30)
+    assert posts(rig.progress(20, (1, 2, 3, 4, 5))) == [(5, 8), (8, 16), (16, 20)]
+    rest = rig.progress(30, (6, 7, 8))
+    assert posts(rest) == [(20, 24), (24, 30)]
+    assert [word.writes for word in sent(rig.all, Posted)] == [1, 2, 3, 4, 5]
+    for transfer in transfers(rig.all)[::-1]:
+        last = rig.do("written", transfer)
+    assert len(sent(last, Seal)) == 1
+
+
+def test_a_write_is_wanted_while_its_sink_and_its_generation_are() -> None:
+    rig = Rig()
+    rig.start()
+    rig.register()
+    (write,) = transfers(rig.progress(4, (5,)))
+    assert rig.source.wanted(write, 0)
+    assert not rig.source.wanted(write, 1)
+    rig.do("preempt", "r1", token=3)
+    assert not rig.source.wanted(write, 0)
+
+
+def test_a_write_that_is_not_wanted_any_more_is_dropped_and_posted_anew_under_the_next_generation() -> None:
+    rig = Rig()
+    rig.start()
+    rig.register()
+    (write,) = transfers(rig.progress(4, (5,)))
+    rig.do("preempt", "r1", token=3)
+    dropped = rig.do("dropped", write)
+    assert SourceQuiet(3) in dropped
+    assert sent(dropped, Posted) == [Posted(H, 1, 0)]
+    assert posts(rig.complete()) == [(0, 8)]
+
+
+def test_a_cancel_is_acknowledged_when_what_was_not_posted_is_dropped() -> None:
+    rig = Rig()
+    rig.start()
+    rig.register()
+    (write,) = transfers(rig.progress(4, (5,)))
+    assert sent(rig.cancel()) == []
+    assert not rig.source.wanted(write, 0)
+    assert sent(rig.do("dropped", write)) == [CancelAck(H, 1)]
+
+
+def test_it_says_what_a_peer_asks_for() -> None:
+    rig = Rig()
+    assert rig.source.asks(H, D) is None
+    rig.start()
+    assert rig.source.asks(H, D) is None
+    rig.register(start=4)
+    assert rig.source.asks(H, D) == (4, 8)
+
+
+def test_a_grant_that_cannot_be_kept_is_a_failure_of_that_attempt_alone() -> None:
+    rig = Rig()
+    assert rig.do("withheld", H, D, 1, "broken") == []
+    rig.start()
+    assert rig.do("withheld", H, D, 1, "broken") == []
+    rig.complete()
+    rig.finish()
+    assert len(sent(rig.register(mode="pull"), Grant)) == 1
+    assert rig.do("withheld", H, D, 2, "broken") == []
+    ended = rig.do("withheld", H, D, 1, "broken")
+    assert sent(ended) == [Failed(H, 1, "broken")]
+    assert finished(ended) == ["r1"]
+    assert rig.do("withheld", H, D, 1, "broken") == []

@@ -14,6 +14,7 @@ from kvxfer.router.gauges import read_gauges
 from kvxfer.router.limits import Limits, key_of, owner_of
 from kvxfer.router.openai import ApiError
 from kvxfer.router.passing import without_params
+from kvxfer.router.path import path
 from kvxfer.router.settings import RouterSettings
 from kvxfer.router.waterfall import stages
 from kvxfer.transport.records import HandoffRecord, Times
@@ -257,6 +258,59 @@ def test_a_waterfall_has_the_engines_stages_between_the_routers():
     assert stages(Trace("r"), []) == []
     bare = HandoffRecord("x", "r", "sink", 0, "push")
     assert [one["by"] for one in stages(trace, [bare])] == ["router"] * 4
+
+
+def chain(trace, *records):
+    found = [(one["stage"], one["seconds"]) for one in path(trace, records)]
+    assert sum(seconds for _, seconds in found) == pytest.approx(trace.first - trace.received, abs=1e-5)
+    return dict(found)
+
+
+def test_what_the_first_token_waited_for_adds_up_where_all_share_a_clock():
+    trace = Trace("r", received=100.0, prefill_sent=100.01, decode_sent=100.02, prefill_done=100.6, first=100.75)
+    times = Times(expected=100.05, allocated=100.1, registered=100.12, notified=100.61, released=100.65)
+    sink = HandoffRecord("x", "r", "sink", 0, "push", times=times)
+    early = HandoffRecord("x", "r", "sink", 1, "push", times=Times(expected=100.04, released=100.3))
+    source = HandoffRecord("x", "r", "source", 0, "push", times=Times(chunks_final=[100.3, 100.55]))
+    assert chain(trace, early, source, sink) == {
+        "router queue": pytest.approx(0.01),
+        "router, until decode's leg": pytest.approx(0.01),
+        "decode's front end": pytest.approx(0.03),
+        "decode queue": pytest.approx(0.05),
+        "registration": pytest.approx(0.02),
+        "prefill computes": pytest.approx(0.43),
+        "wait for KV": pytest.approx(0.06),
+        "report": pytest.approx(0.04),
+        "decode's first token": pytest.approx(0.1),
+        "the rest": pytest.approx(0.0, abs=1e-5),
+    }
+
+
+def test_what_no_clock_tells_is_the_rest():
+    trace = Trace(
+        "r", received=100.0, late=True, prefill_sent=100.01, prefill_done=100.5, decode_sent=100.52, first=100.75
+    )
+    times = Times(expected=7.0, allocated=7.05, registered=7.07, last_byte=7.13, released=7.15)
+    sink = HandoffRecord("x", "r", "sink", 0, "pull", times=times)
+    source = HandoffRecord("x", "r", "source", 0, "pull", times=Times(chunks_final=[3.0]))
+    assert chain(trace, source, sink) == {
+        "router queue": pytest.approx(0.01),
+        "prefill": pytest.approx(0.49),
+        "between the legs": pytest.approx(0.02),
+        "decode queue": pytest.approx(0.05),
+        "registration": pytest.approx(0.02),
+        "wait for KV": pytest.approx(0.06),
+        "report": pytest.approx(0.02),
+        "the rest": pytest.approx(0.08),
+    }
+    assert chain(trace) == {
+        "router queue": pytest.approx(0.01),
+        "prefill": pytest.approx(0.49),
+        "between the legs": pytest.approx(0.02),
+        "the rest": pytest.approx(0.23),
+    }
+    assert chain(Trace("r", received=1.0, first=1.5)) == {"the rest": pytest.approx(0.5)}
+    assert path(Trace("r"), [sink]) == [], "no first token, nothing that it waited for"
 
 
 def test_the_waterfall_says_whose_records_it_could_not_have():

@@ -84,7 +84,7 @@ class Storm:
                 return draw.choice(["push", "pull", "x"])
             case "ranks":
                 return [{"rank": 0, "incarnation": "i", "tp_rank": 0, "pp_rank": 0, "host": "h", "port": 1}]
-            case "sent" | "echo" | "lease" | "asked" | "ttl" | "interval" | "timeout":
+            case "sent" | "echo" | "lease" | "asked" | "ttl" | "interval" | "timeout" | "now":
                 return draw.choice([0.0, 0.05, 1.0, time.monotonic(), 1e6])
             case "reason" | "engine":
                 return draw.choice(["because", "prefill", "decode", "zebra", "a\nb" * 50])

@@ -6,10 +6,11 @@ import dataclasses
 
 import pytest
 
+from kvxfer.layout.tables import packed
 from kvxfer.protocol.ids import HandoffId
 from kvxfer.protocol.messages import Posted
 from kvxfer.transport import commands as cmd
-from kvxfer.transport.mover_settings import LINGER, WATCH
+from kvxfer.transport.mover_settings import LINGER, TICK, WATCH
 from kvxfer.transport.twin import TwinFabric
 from tests.support.ranks import Rank, wait_until
 
@@ -68,3 +69,28 @@ def test_a_write_is_announced_to_the_mover_that_receives_it(pair) -> None:
     assert d.wait("d1").reason is None
     assert p.wait("p1")
     wait_until(lambda: heard == [(p.me, H)], what="the announcement")
+
+
+class _Fence:
+    def __init__(self) -> None:
+        self.passed = False
+
+    def done(self) -> bool:
+        return self.passed
+
+
+def test_a_source_leaves_the_interpreter_to_the_thread_that_launches_a_step(pair) -> None:
+    p, d = pair
+    poll, before, behind = p.mover.settings.poll, _Fence(), _Fence()
+    before.passed = True
+    d.open(H, "d1", p.address, [1], 4)
+    p.fill([1], 1)
+    step = cmd.Step(started=[cmd.SourceStart(H, "p1", 4, 0.0, ())], progress=[cmd.SourceProgress("p1", packed([1]), 4)])
+    p.mover.post(cmd.StepBegin(step, before))
+    wait_until(lambda: p.mover.source.state(H) is not None, what="the step")
+    wait_until(lambda: p.mover._steps and wait_time(p) == TICK, what="no look while it is being launched")
+    p.mover.post(cmd.StepEnd(behind))
+    wait_until(lambda: wait_time(p) == poll, what="looking often, at the fence behind it")
+    assert not p.mover.source.serving()
+    behind.passed = True
+    assert d.wait("d1").reason is None, "nothing wakes a mover for a fence: it looked"

@@ -45,9 +45,11 @@ def test_what_a_step_computes_waits_for_the_fence_behind_it_not_for_the_one_befo
     steps, before, behind = Steps(), Fence(passed=True), Fence()
     steps.begin(Step(progress=[progress("a")]), before)
     assert computed(steps) == [], "launched, not yet told to be"
+    assert not steps.recorded(), "there is nothing to look at"
     steps.end(behind)
     assert computed(steps) == []
     assert steps
+    assert steps.recorded()
     behind.passed = True
     assert computed(steps) == ["a"]
     assert not steps
@@ -187,8 +189,10 @@ class AnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def what_passes_was_computed_and_is_still_wanted_in_order(self) -> None:
+        looked = self.steps.recorded()
         for _, many in self.steps.passed_sources():
             for one in many:
+                assert looked, "nobody would have looked"
                 key = (one.request_id, one.final)
                 assert self.work_of[key] <= self.completed, "final before it was computed"
                 assert self.waiting[0] == key, "out of order, doubled, or taken back"
