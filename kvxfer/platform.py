@@ -62,13 +62,15 @@ class LayerGroup:
 class Geometry:
     """What vLLM's configuration says of this rank's cache, beside the tensors themselves.
 
-    ``cache_dtype`` as vLLM names it (``auto`` follows the model). ``attention_backends`` are empty where vLLM does not tell.
+    ``cache_dtype`` as vLLM names it (``auto`` follows the model), ``model_dtype`` as torch does. ``attention_backends`` and
+    ``model_dtype`` are empty where vLLM does not tell.
     """
 
     groups: tuple[LayerGroup, ...]
     num_blocks: int
     cache_dtype: str
     attention_backends: tuple[str, ...] = ()
+    model_dtype: str = ""
 
 
 class Staging(Protocol):

@@ -7,7 +7,7 @@ Each of SOURCES is a directory with a ``vllm`` package and its ``dist-info`` (si
 
 * the base class's hooks with their parameters, and the other classes of its module;
 * every call that vLLM makes of a hook: where, in which order in each function, with how many arguments of which names;
-* the fields and attributes of what connectors are handed.
+* the fields and attributes of what connectors are handed, and of what they hand back to be asked.
 """
 
 from __future__ import annotations
@@ -41,6 +41,9 @@ HANDED = {
     "BlockPool": "v1/core/block_pool.py",
 }
 
+ASKED = {"KVConnectorStats": "distributed/kv_transfer/kv_connector/v1/metrics.py"}
+"""What connectors hand back, and vLLM calls the methods of: ours need not be derived from it, and must have all of it."""
+
 
 def record(sources: Path) -> dict[str, Any]:
     """Return the record of one version. Raises FileNotFoundError or ValueError where SOURCES is none."""
@@ -53,6 +56,7 @@ def record(sources: Path) -> dict[str, Any]:
         "hooks": hooks,
         "calls": [call for caller in CALLERS if (vllm / caller).is_file() for call in _calls(vllm, caller, set(hooks))],
         "handed": {name: _shown(_class(_parse(vllm / path), name)) for name, path in HANDED.items()},
+        "asked": {name: _shown(_class(_parse(vllm / path), name)) for name, path in ASKED.items()},
         "layouts": _layouts(vllm / "v1/kv_cache_layout.py"),
         "multi_connector": _forwarded(vllm / "distributed/kv_transfer/kv_connector/v1/multi_connector.py", set(hooks)),
     }

@@ -122,10 +122,14 @@ def make_engine(spec: EngineSpec, logs: Path, ports: Sequence[int] | None = None
 def make_pair(
     mode: Mode, prefill: EngineSpec, decode: EngineSpec, logs: Path, *, router_args: Sequence[str] = ()
 ) -> tuple[Engine, Engine, Server]:
-    """Prepare prefill, decode and a router over them. Ports of all three are chosen together, so none is given twice."""
+    """Prepare prefill, decode and a router over them. Ports of all three are chosen together, so none is given twice.
+
+    The router, which is ready once both engines are, is given at least as long as they are.
+    """
     ports = free_ports(5)
     first, second = make_engine(prefill, logs, ports[:2]), make_engine(decode, logs, ports[2:4])
     router = make_router(mode, [first.url], [second.url], logs, port=ports[4], args=router_args)
+    router.ready_seconds = max(router.ready_seconds, prefill.ready_seconds, decode.ready_seconds)
     return first, second, router
 
 

@@ -12,7 +12,8 @@ How to ask, in vLLM's versions:
 * up to 0.28 by ``prefer_cross_layer_blocks``, which the V1 runner alone looks at; then one tensor of all layers is handed over
   as it lies. 0.26.0: read, not run.
 
-vLLM's CPU attention takes ``LBHNC`` alone (0.29 and 0.32, v1/attention/backends/cpu_attn.py).
+vLLM's CPU attention takes ``LBHNC`` alone (0.29 and 0.32, v1/attention/backends/cpu_attn.py). Its MLA on a CPU says that it takes
+any, and ends the engine at the first prompt where a layer's cache is not one run of memory (``_ONE_RUN``; 0.29.0: run).
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ logger = logging.getLogger("kvxfer.layout")
 
 LAYOUT: Final = "BLHNC"
 """Blocks, then layers, heads, tokens, content: the layout in which a block of all layers, and each layer's part, is one run."""
+
+_ONE_RUN: Final = ("CPU_MLA", "AMX_MLA")
+"""Backends that view a layer's whole cache as one run, without saying so (0.29 and 0.32, v1/attention/backends/mla)."""
 
 
 def required_layout(vllm_config: Any) -> str | None:
@@ -117,10 +121,10 @@ def _backends(vllm_config: Any) -> list[Any]:
 
 
 def _refused_layout(backends: Iterable[Any]) -> str:
-    if not _layouts_have_names():
-        return ""
     for backend in backends:
-        layouts = backend.supported_kv_cache_layouts()
+        if backend.get_name() in _ONE_RUN:
+            return f"{backend.get_name()} takes a layer's cache as one run alone"
+        layouts = backend.supported_kv_cache_layouts() if _layouts_have_names() else None
         if layouts is not None and all(layout.name != LAYOUT for layout in layouts):
             return f"{backend.get_name()} takes {', '.join(layout.name for layout in layouts)} alone"
     return ""

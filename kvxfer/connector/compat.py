@@ -262,17 +262,18 @@ def geometry(vllm_config: Any, kv_cache_config: Any) -> Geometry:
     heads = heads_of(total, Shard(tensor, parallel.tensor_parallel_size))
     names = [name for group in kv_cache_config.kv_cache_groups for name in group.layer_names]
     return Geometry(
-        groups=tuple(_group(group, heads, total) for group in kv_cache_config.kv_cache_groups),
+        groups=tuple(_group(group, heads, total, model) for group in kv_cache_config.kv_cache_groups),
         num_blocks=kv_cache_config.num_blocks,
         cache_dtype=str(vllm_config.cache_config.cache_dtype),
         attention_backends=_attention_backends(vllm_config, names),
+        model_dtype=str(getattr(model, "dtype", "")).removeprefix("torch."),
     )
 
 
-def _group(group: Any, heads: tuple[int, ...], total: int) -> LayerGroup:
+def _group(group: Any, heads: tuple[int, ...], total: int, model: Any) -> LayerGroup:
     spec, specs = group.kv_cache_spec, _specs(group)
     return LayerGroup(
-        layers=tuple(sorted(((name, _index(name)) for name in group.layer_names), key=lambda layer: layer[1])),
+        layers=tuple(sorted(((name, _index(name, model)) for name in group.layer_names), key=lambda layer: layer[1])),
         block_size=spec.block_size,
         heads=heads,
         total_heads=total,
@@ -296,14 +297,18 @@ def _window(spec: Any) -> int | None:
     return getattr(spec, "sliding_window", None) if type(spec).__name__.startswith("SlidingWindow") else None
 
 
-def _index(name: str) -> int:
-    """Return the model's index of a layer: the one number in its name (vLLM: model_executor/models/utils.py)."""
+def _index(name: str, model: Any) -> int:
+    """Return the model's index of a layer: the one number in its name (vLLM: model_executor/models/utils.py).
+
+    A draft model's layers are numbered from 0 on as well; here they follow the model's own, as those of EAGLE and MTP do by their
+    names (0.24 to 0.32, v1/spec_decode/draft_model.py).
+    """
     numbers = [int(part) for part in name.split(".") if part.isdecimal()]
     if len(numbers) != 1:
         raise ConfigError(
             f"layer {name!r} has {len(numbers)} numbers in its name: which layer of the model it is cannot be told"
         )
-    return numbers[0]
+    return numbers[0] + (int(model.get_total_num_hidden_layers()) if name.startswith("draft_model.") else 0)
 
 
 def _attention_backends(vllm_config: Any, layer_names: list[str]) -> tuple[str, ...]:
@@ -362,6 +367,34 @@ def check_groups(vllm_config: Any, kv_cache_config: Any) -> None:
     ):
         if wrong:
             raise ConfigError(f"this model's KV cache has {what}, which kvxfer does not move: {_ONE_GROUP}")
+
+
+def check_engine(vllm_config: Any) -> None:
+    """Raise ConfigError, with what to change, for an engine whose KV would mean something else on its peer, or fit none.
+
+    Ranks that share out a prompt's positions hold no whole blocks of it, and an engine that works out the scales of its fp8
+    cache from what it first computes is alone with them. No geometry shows either, so what moved would be wrong without a word.
+    vLLM refuses the former for its own NIXL connectors alone (0.29 and 0.32, config/vllm.py), the latter, which it has until
+    0.26 (config/cache.py), for none.
+    """
+    parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        size = getattr(parallel, name, 1)
+        if size > 1:
+            raise ConfigError(
+                f"engine {transfer.engine_id}: {size} ranks share out the positions of each prompt, and kvxfer moves KV between "
+                f"ranks that hold all of them: set --{name.replace('_', '-')} 1; use tensor parallelism"
+            )
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        raise ConfigError(
+            f"engine {transfer.engine_id}: it would calculate scales of its own for its fp8 cache, which its peer does not have: "
+            "start without --calculate-kv-scales, on both engines; take a checkpoint that has scales"
+        )
+    if transfer.kv_role == "kv_consumer" and parallel.pipeline_parallel_size > 1:
+        raise ConfigError(
+            f"engine {transfer.engine_id}: it would receive KV in {parallel.pipeline_parallel_size} pipeline stages, and kvxfer "
+            "moves it to engines of one stage: set --pipeline-parallel-size 1 on the decode engine; use tensor parallelism there"
+        )
 
 
 def transfer_results(sent: set[str] | None, received: set[str] | None, failed: set[str]) -> Any:

@@ -49,6 +49,7 @@ class KvxferConnector(KVConnectorBase_V1, *compat.supports_hybrids()):  # type: 
         settings, ignored = settings_from({**self.implied, **(transfer.kv_connector_extra_config or {})})
         if ignored and role is KVConnectorRole.SCHEDULER:
             logger.info("settings of upstream's connectors without effect here: %s", ", ".join(sorted(ignored)))
+        compat.check_engine(vllm_config)
         compat.check_groups(vllm_config, kv_cache_config)
         incarnation = secrets.token_hex(8)
         self._room = Room(vllm_config.cache_config.block_size)

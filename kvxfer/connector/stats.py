@@ -28,12 +28,18 @@ MOST_SECONDS: Final = 4096
 
 @dataclass
 class Stats:
-    """Figures on their way to the API server, as vLLM wants them of a ``KVConnectorStats`` (0.29 kv_connector/v1/metrics.py).
+    """Figures on their way to the API server, with all that a ``KVConnectorStats`` of any vLLM has (kv_connector/v1/metrics.py).
+
+    Until 0.29 the scheduler takes ``data``; from 0.31 on it calls ``to_dict``, and an engine whose connector has no answer ends.
 
     ``data``: ``reclaimable_tokens`` (the newest counts), ``counts`` (added up), ``seconds`` (put one behind the other).
     """
 
     data: dict[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What is sent."""
+        return self.data
 
     def aggregate(self, other: Stats) -> Stats:
         """Take in a newer one, of this process or another."""

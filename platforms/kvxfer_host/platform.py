@@ -28,6 +28,9 @@ FENCE_DELAY = "KVXFER_HOST_FENCE_DELAY"
 COPY_DELAY = "KVXFER_HOST_COPY_DELAY"
 """Test mode: the cache is taken for a device's, which the fabric does not reach, and copies pass this many seconds late."""
 
+_BYTES = frozenset({"uint8", "int8", "float8_e4m3fn", "float8_e5m2"})
+_SAME = {"fp8": "fp8_e4m3"}
+
 _EFA_DRIVER = "/sys/bus/pci/drivers/efa"
 
 
@@ -96,8 +99,15 @@ class HostPlatform(Platform):
             raise PlatformError(
                 f"the cache's layers have the element types {sorted(map(str, dtypes))}; this platform knows one"
             )
+        odd = next((n for n, tensor in enumerate(tensors) if tensor[2:] != tensors[0][2:]), None)
+        if odd is not None:  # a draft model's, say, which has a number of heads of its own
+            raise PlatformError(
+                f"layers {group.layers[0][0]} and {group.layers[odd][0]} share a block table and have caches of shape "
+                f"{tensors[0].shape} and {tensors[odd].shape}; this platform knows one: take a draft model with KV "
+                "heads as many and as large as the model's, or serve without --speculative-config"
+            )
         (dtype,) = dtypes
-        text, item = str(dtype).removeprefix("torch."), caches[group.layers[0][0]].element_size()
+        text, item = _element(dtype, geometry), caches[group.layers[0][0]].element_size()
         interior = _interior(dtype, group, geometry)
         planes: tuple[Plane, ...]
         shape = tensors[0].shape
@@ -192,11 +202,24 @@ def _flattened(tensor: Tensor, item: int) -> Tensor:
     return tensor._replace(shape=(tensor.shape[0], size), strides=(tensor.strides[0], item))
 
 
+def _element(dtype: object, geometry: Geometry) -> str:
+    """Name what an element is: vLLM keeps fp8 of either kind as plain bytes, and one must not be taken for the other."""
+    text = str(dtype).removeprefix("torch.")
+    name = geometry.cache_dtype
+    return text if text not in _BYTES or name == "auto" else _SAME.get(name, name)
+
+
 def _interior(dtype: object, group: LayerGroup, geometry: Geometry) -> str:
-    """Name how the attention kernels lay out a block's inside; whatever is not known becomes part of the name."""
+    """Name how the attention kernels lay out a block's inside; whatever is not known becomes part of the name.
+
+    The instruction set is chosen by what the model computes in, which is not what an fp8 cache keeps (vLLM 0.29 and 0.32).
+    """
     backends = "+".join(geometry.attention_backends) or "no-attention"
     try:
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa  # nothing public tells it
     except ImportError:
         return f"host:{backends}"
-    return f"host:{backends}:{_get_attn_isa(dtype, group.block_size, group.head_size)}"
+    import torch
+
+    computed = getattr(torch, geometry.model_dtype, dtype) if geometry.model_dtype else dtype
+    return f"host:{backends}:{_get_attn_isa(computed, group.block_size, group.head_size)}"

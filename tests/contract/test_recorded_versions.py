@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from kvxfer.connector.compat import Features
+from kvxfer.connector.stats import Stats
 from tests.contract.recorded_doubles import VERSIONS, build, read
 
 pytestmark = pytest.mark.contract
@@ -159,6 +160,17 @@ def test_what_we_read_of_vllms_objects_is_there(version) -> None:
 def order(version: str, function: str) -> list[str]:
     """Return the hooks in the order in which a function's text calls them."""
     return [call["hook"] for call in read(version)["calls"] if call["where"].endswith(function)]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_what_vllm_asks_of_our_objects_is_there(version) -> None:
+    """From 0.31 on the scheduler calls a method of a connector's figures that older versions do not have: an engine ended there."""
+    ours = {"KVConnectorStats": Stats()}
+    asked = read(version)["asked"]
+    assert set(asked) == set(ours)
+    for name, members in asked.items():
+        assert {"data", "aggregate", "is_empty"} < set(members)
+        assert [member for member in members if not hasattr(ours[name], member)] == [], name
 
 
 @pytest.mark.parametrize("version", VERSIONS)

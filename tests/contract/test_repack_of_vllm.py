@@ -53,7 +53,8 @@ class Engine:
             cache = self.caches[layer]
             key_cache, value_cache = cache.view(*cache.shape[:2], 2 * self.block, self.dim).chunk(2, dim=2)
             k, v = (content[layer, i, start:end][:, list(self.heads)].contiguous() for i in (0, 1))
-            ops.cpu_attn_reshape_and_cache(k, v, key_cache, value_cache, slots, "vec")
+            kept = (1.0, 1.0, "fp8_e4m3") if self.dtype == torch.uint8 else ()
+            ops.cpu_attn_reshape_and_cache(k, v, key_cache, value_cache, slots, "vec", *kept)
 
     def map(self) -> CacheMap:
         item = self.caches.element_size()
@@ -76,11 +77,12 @@ def carry_out(plan) -> None:
 
 
 @pytest.mark.parametrize(("block", "theirs"), [(32, 128), (128, 32), (32, 64)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
 @pytest.mark.parametrize(("tp", "their_tp"), [(1, 1), (1, 2), (2, 1), (4, 2)])
 def test_re_packed_blocks_are_those_that_vllms_kernel_would_have_written(block, theirs, dtype, tp, their_tp) -> None:
     torch.manual_seed(0)
-    content = torch.randn(LAYERS, 2, TOKENS, HEADS, 64).to(dtype)
+    content = torch.randn(LAYERS, 2, TOKENS, HEADS, 64)
+    content = content if dtype == torch.uint8 else content.to(dtype)  # to a cache of bytes the kernel writes fp8
     start, end = 45, 290
     shard = Shard(their_tp - 1, their_tp)
     sink, reference = (Engine(theirs, 64, dtype, shard) for _ in range(2))

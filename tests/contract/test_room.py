@@ -1,5 +1,8 @@
 """``kvxfer_reclaimable_tokens`` from vLLM's real block pool to vLLM's own Prometheus plumbing."""
 
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -36,6 +39,18 @@ def test_room_follows_the_pool_and_is_silent_while_nothing_changes():
     assert room.news() is None, "a little waits"
     pool.free_blocks(blocks[1:])
     assert said(room.news().data) == 16_000
+
+
+def test_the_schedulers_own_code_sends_the_figure():
+    """vLLM's ``make_stats``, of whichever version is installed, on our object: nothing else asks it before a real engine does."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    manager = SimpleNamespace(make_prefix_cache_stats=SimpleNamespace, usage=0.0)
+    scheduler = MagicMock(log_stats=True, kv_cache_manager=manager, connector_prefix_cache_stats=None)
+    scheduler.get_request_counts.return_value = (0, 0)
+    scheduler.running = scheduler.waiting = scheduler.skipped_waiting = scheduler.deferred_waiting = ()
+    stats = Scheduler.make_stats(scheduler, kv_connector_stats=Stats(data={"reclaimable_tokens": 7}))
+    assert said(stats.kv_connector_stats) == 7
 
 
 def test_a_little_is_said_after_a_while(monkeypatch):

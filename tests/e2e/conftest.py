@@ -12,6 +12,7 @@ import sys
 import time
 import uuid
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -87,6 +88,13 @@ class Pair:
                 return
             assert time.monotonic() < deadline, f"KV usage of prefill and decode is still {used}"
             await asyncio.sleep(0.1)
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory) -> Path:
+    """Where references, cells and geometries of this run are kept (``tests/e2e/matrix/results.py``)."""
+    kept = os.environ.get("KVXFER_MATRIX")
+    return Path(kept) if kept else tmp_path_factory.mktemp("run")
 
 
 @pytest.fixture(scope="session")

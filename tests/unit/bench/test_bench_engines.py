@@ -80,6 +80,13 @@ def test_a_pair_differs_in_role_name_and_ports_only(tmp_path, mode, name):
     assert {server.log.parent for server in (prefill.server, decode.server, router)} == {tmp_path}
 
 
+def test_a_pairs_router_is_given_as_long_as_its_engines(tmp_path):
+    """It is ready once they are: two engines that may take longer than a router of its own would be failed by it."""
+    specs = pair_specs("push", MODEL, ready_seconds=900.0)
+    assert make_pair("push", *specs, tmp_path)[2].ready_seconds == 900.0
+    assert make_pair("push", *pair_specs("push", MODEL, ready_seconds=1.0), tmp_path)[2].ready_seconds >= 300.0
+
+
 def test_a_router_takes_any_number_of_engines(tmp_path):
     command = make_router(
         "push", ["http://a", "http://b"], ["http://c"], tmp_path, args=("--log-level", "debug")

@@ -19,11 +19,11 @@ CELL = BLOCK * DIM * ITEM
 class Backend:
     """An attention backend of vLLM 0.29. ``layouts`` None takes any."""
 
-    def __init__(self, layouts=None, sizes=(16, 32)) -> None:
-        self._layouts, self._sizes = layouts, sizes
+    def __init__(self, layouts=None, sizes=(16, 32), name="SOME_ATTN") -> None:
+        self._layouts, self._sizes, self._name = layouts, sizes, name
 
     def get_name(self) -> str:
-        return "SOME_ATTN"
+        return self._name
 
     def supported_kv_cache_layouts(self):
         return None if self._layouts is None else tuple(SimpleNamespace(name=name) for name in self._layouts)
@@ -105,6 +105,14 @@ def test_a_layout_that_some_backend_does_not_take_is_not_asked_for(version, monk
         assert block_major.obstacle(config()) == "SOME_ATTN takes LBHNC, LBNHC alone"
     monkeypatch.setattr(block_major, "_backends", lambda _config: [Backend(), Backend(("LBHNC", "BLHNC"))])
     assert asked(config()) == ASKED[version]
+
+
+@pytest.mark.parametrize("name", ["CPU_MLA", "AMX_MLA"])
+def test_a_backend_that_says_any_and_takes_one_run_a_layer_is_not_asked(version, monkeypatch, name) -> None:
+    """With blocks of all layers together vLLM's MLA on a CPU ends the engine at the first prompt: it views the cache as flat."""
+    monkeypatch.setattr(block_major, "_backends", lambda _config: [Backend(name=name)])
+    assert asked(config()) == NOT
+    assert block_major.obstacle(config()) == f"{name} takes a layer's cache as one run alone"
 
 
 def test_a_vllm_that_does_not_answer_keeps_no_engine_from_starting(version, monkeypatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -122,6 +123,19 @@ def describe(isa: str, monkeypatch, dtype=torch.bfloat16):
     return HostPlatform().describe(caches, geometry_of(*caches))
 
 
+@pytest.mark.parametrize(("heads", "size"), [(HEADS * 2, DIM), (HEADS, DIM * 2), (HEADS * 2, DIM // 2)])
+def test_layers_of_different_shapes_under_one_block_table_are_refused(heads, size) -> None:
+    """A draft model's: described by the first layer's strides, it would be written to where other blocks lie."""
+    caches = {
+        "model.layers.0.attn": torch.zeros((BLOCKS, HEADS, BLOCK_SIZE, 2 * DIM)),
+        "draft_model.layers.0.attn": torch.zeros((BLOCKS, heads, BLOCK_SIZE, 2 * size)),
+    }
+    with pytest.raises(
+        PlatformError, match=r"model\.layers\.0.* and draft_model\.layers\.0.*take a draft model with KV heads"
+    ):
+        HostPlatform().describe(caches, geometry_of(*caches))
+
+
 def test_the_kernels_instruction_set_decides_what_is_inside_a_block(monkeypatch) -> None:
     """ "vec" transposes K, which strides can say; what packs tokens into tiles only moves between equal kernels."""
     strided, tiles = describe("vec", monkeypatch), describe("amx", monkeypatch)
@@ -132,6 +146,26 @@ def test_the_kernels_instruction_set_decides_what_is_inside_a_block(monkeypatch)
     (plane,) = tiles.groups[0].planes
     assert plane.interior == "host:CPU_ATTN:amx"
     assert "opaque" in spell(tiles)
+
+
+def test_bytes_are_named_by_what_they_mean(monkeypatch) -> None:
+    """vLLM keeps fp8 of either kind as uint8: an engine with the one must not hand over to an engine with the other."""
+    caches = {"model.layers.0.attn": torch.zeros((BLOCKS, HEADS, BLOCK_SIZE, 2 * DIM), dtype=torch.uint8)}
+    found = {}
+    for name in ("auto", "fp8", "fp8_e4m3", "fp8_e5m2"):
+        cache = HostPlatform().describe(caches, replace(geometry_of(*caches), cache_dtype=name))
+        (found[name],) = {plane.dtype for plane in cache.groups[0].planes}
+    assert found == {"auto": "uint8", "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
+
+
+def test_the_instruction_set_is_asked_for_what_the_model_computes_in(monkeypatch) -> None:
+    """That is what vLLM asks it for. A cache of bytes does not tell: on a machine with AMX a bfloat16 model packs it into tiles."""
+    cpu_attn = pytest.importorskip("vllm.v1.attention.backends.cpu_attn")
+    monkeypatch.setattr(cpu_attn, "_get_attn_isa", lambda dtype, *_: "amx" if dtype is torch.bfloat16 else "vec")
+    caches = {"model.layers.0.attn": torch.zeros((BLOCKS, HEADS, BLOCK_SIZE, 2 * DIM), dtype=torch.uint8)}
+    for model, tag in (("bfloat16", "host:CPU_ATTN:amx"), ("float32", ""), ("", "")):
+        geometry = replace(geometry_of(*caches), cache_dtype="fp8", model_dtype=model)
+        assert HostPlatform().describe(caches, geometry).groups[0].planes[0].interior == tag
 
 
 def test_a_block_of_unknown_axes_moves_as_a_whole_between_equals(monkeypatch) -> None:
