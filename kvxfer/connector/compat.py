@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvxfer.connector.private import caller_with
+from kvxfer.connector.private import caller_with, engine_transfer
 from kvxfer.errors import ConfigError
 from kvxfer.layout.ranks import Shard, heads_of
 from kvxfer.layout.tables import Shape, Tables
@@ -135,7 +135,7 @@ def wants_delivery(vllm_config: Any) -> bool:
     token too, none ever gets on (0.29.0: run, ``tests/contract/test_async_scheduling.py``). What is lost there
     is noticed by ``request_finished``.
     """
-    return bool(vllm_config.kv_transfer_config.kv_role == "kv_producer")
+    return bool(engine_transfer(vllm_config).kv_role == "kv_producer")
 
 
 def layouts() -> Iterable[str]:
@@ -204,8 +204,8 @@ def prompt_digests(request: Any, *less: int) -> tuple[bytes, ...]:
     """Digest everything that shapes the KV of a request's prompt without its last ``less`` tokens; () where it cannot be told.
 
     ``less`` ascends. Two legs of a handoff must have the same where they share positions: tokens, LoRA adapter (by name),
-    multimodal inputs (by vLLM's own hashes) and cache salt. Called in the scheduler's thread, so no Python object is made for
-    a token: 0.04 ms for 8,192 of them.
+    multimodal inputs (by vLLM's own hashes, and where they stand) and cache salt. Called in the scheduler's thread, so no Python
+    object is made for a token: 0.04 ms for 8,192 of them.
     """
     tokens = request.prompt_token_ids
     if tokens is None or getattr(request, "prompt_embeds", None) is not None:
@@ -214,7 +214,10 @@ def prompt_digests(request: Any, *less: int) -> tuple[bytes, ...]:
     shaping = (
         getattr(lora, "lora_name", None),
         getattr(request, "cache_salt", None),
-        [feature.identifier for feature in getattr(request, "mm_features", None) or ()],
+        [
+            (feature.identifier, feature.mm_position.offset, feature.mm_position.length)
+            for feature in getattr(request, "mm_features", None) or ()
+        ],
     )
     # One token's bytes after the other's, behind their number.
     packed = memoryview(_packed(tokens if isinstance(tokens, list) else list(tokens)))
@@ -362,6 +365,21 @@ def check_groups(vllm_config: Any, kv_cache_config: Any) -> None:
     ):
         if wrong:
             raise ConfigError(f"this model's KV cache has {what}, which kvxfer does not move: {_ONE_GROUP}")
+
+
+def check_inputs(vllm_config: Any) -> None:
+    """Raise ConfigError where vLLM numbers images and the like instead of hashing them, so that no two engines agree on one.
+
+    It does so, in all versions from 0.24 to 0.32, where neither its prefix cache nor its cache of processed inputs could use
+    a hash (renderers/base.py ``_process_mm_uuids``). The two legs' names for one image differ then, so that every handoff of one
+    would be refused.
+    """
+    multimodal = getattr(vllm_config.model_config, "multimodal_config", None)
+    if getattr(multimodal, "mm_processor_cache_gb", None) == 0 and not vllm_config.cache_config.enable_prefix_caching:
+        raise ConfigError(
+            "without --enable-prefix-caching and with --mm-processor-cache-gb 0 vLLM numbers multimodal inputs instead of "
+            "hashing them, so that the other engine cannot tell whether it has the same ones: turn either of the two on"
+        )
 
 
 def transfer_results(sent: set[str] | None, received: set[str] | None, failed: set[str]) -> Any:

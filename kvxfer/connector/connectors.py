@@ -49,6 +49,7 @@ class KvxferConnector(KVConnectorBase_V1, *compat.supports_hybrids()):  # type: 
         if ignored and role is KVConnectorRole.SCHEDULER:
             logger.info("settings of upstream's connectors without effect here: %s", ", ".join(sorted(ignored)))
         compat.check_groups(vllm_config, kv_cache_config)
+        compat.check_inputs(vllm_config)
         incarnation = secrets.token_hex(8)
         self._room = Room(vllm_config.cache_config.block_size)
         if role is KVConnectorRole.SCHEDULER:

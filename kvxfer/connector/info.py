@@ -16,6 +16,9 @@ from kvxfer.protocol.messages import WIRE_VERSION
 
 LABELS = ("engine_id", "host", "port", "tp_size", "pp_size", "role", "mode", "wire")
 
+_OF_SEVERAL = "mostrecent"
+"""What several API servers of one engine show: one sample, and not one each, most of them out of date."""
+
 
 class InfoMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM is not typed where the checks run
     """Sets the identity once, when the API server starts, and the room whenever the scheduler's process says it."""
@@ -35,6 +38,7 @@ class InfoMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM is not 
             name="kvxfer_info",
             documentation="Identity and control address of this engine's kvxfer connector; the value is always 1.",
             labelnames=[*labelnames, *LABELS],
+            multiprocess_mode=_OF_SEVERAL,
         )
         for index, values in per_engine_labelvalues.items():
             engine = transfer.engine_id
@@ -55,6 +59,7 @@ class InfoMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM is not 
             name="kvxfer_reclaimable_tokens",
             documentation="KV tokens that a new request could be given: free blocks, and cached ones that nobody refers to.",
             labelnames=labelnames,
+            multiprocess_mode=_OF_SEVERAL,
         )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
