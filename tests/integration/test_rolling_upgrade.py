@@ -21,6 +21,9 @@ from tests.integration.test_two_processes import FIRST, move
 pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).parents[2]
+secrets = pytest.mark.parametrize(
+    "env", [pytest.param({}, id="no secret"), pytest.param(FIRST, id="secret", marks=pytest.mark.slow)]
+)
 WHERE = "kvxfer/protocol/messages.py"
 
 
@@ -71,7 +74,7 @@ def last_before(began, tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("older", ["p", "d"], ids=["older prefill", "older decode"])
 @pytest.mark.parametrize("mode", ["push", "pull"])
-@pytest.mark.parametrize("env", [{}, FIRST], ids=["no secret", "secret"])
+@secrets
 def test_of_one_wire_version_both_hand_over(peers, first_of_this, older, mode, env) -> None:
     roots = {older: first_of_this}
     p, d = (peers(engine, root=roots.get(engine), mode=mode, env=env) for engine in ("p", "d"))
@@ -79,7 +82,7 @@ def test_of_one_wire_version_both_hand_over(peers, first_of_this, older, mode, e
 
 
 @pytest.mark.parametrize("older", ["p", "d"], ids=["older prefill", "older decode"])
-@pytest.mark.parametrize("env", [{}, FIRST], ids=["no secret", "secret"])
+@secrets
 def test_of_two_wire_versions_both_say_so_and_the_request_fails_at_once(peers, began, last_before, older, env) -> None:
     """Long before the time-out for connecting. Two of the same version beside them hand over."""
     speaks = {"p": WIRE_VERSION, "d": WIRE_VERSION, older: wire_of(f"{began}^1")}
