@@ -83,7 +83,7 @@ def test_an_unchanged_proxy(pair: Pair, path: str, tmp_path: Path) -> None:
     async def go(url: str) -> None:
         async with Client(url) as client:
             for length in (1, 33, 700):
-                for stream in (True, False):
+                for stream in (True, False) if path in HANDS_OVER else (True,):  # whose answers name no type
                     tokens = prompt(length, seed + length + stream)
                     answer = await client.complete(tokens, 12, stream=stream)
                     assert answer.token_ids == await pair.reference(tokens, 12), (length, stream)
