@@ -155,7 +155,9 @@ def test_one_prompt_under_several_adapters(both: Pair) -> None:
 
 
 def test_handoffs_of_one_prompt_under_several_adapters_are_open_at_once(both: Pair) -> None:
-    """No engine step has two adapters, so that nothing but the KV can differ from one engine's."""
+    """One after the other at either engine, since vLLM's CPU operators compute a request without an adapter, in a step with others,
+    under the adapter of the last slot: its index is -1 (0.29.0, lora/ops/torch_ops/lora_ops.py).
+    """
 
     async def go() -> None:
         tokens = prompt(500, 2301)
