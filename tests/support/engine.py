@@ -220,30 +220,33 @@ class SimEngine:
         params: dict[str, Any] | None,
         max_tokens: int = 1,
         salt: str | None = None,
-        lora: str | None = None,
+        lora: str | LoRARequest | None = None,
         images: Images = (),
+        features: Sequence[MultiModalFeatureSpec] | None = None,
         **options: Any,
     ) -> None:
-        """``images``: what stands at which positions of the prompt, by what hash."""
+        """``images``: what stands at which positions of the prompt, by what hash. They, and an adapter's name, shape the tags.
+
+        ``features``, and an adapter that is vLLM's own request for one, do not: vLLM hears of them, the model has the same for all.
+        """
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, extra_args=None, **options)
         if params is not None:
             sampling.extra_args = {"kv_transfer_params": params}
-        adapter = None if lora is None else LoRARequest(lora, 1 + sum(lora.encode()), "/nowhere")
-        features = [
-            MultiModalFeatureSpec(None, "image", image, PlaceholderRange(offset, length))
-            for offset, length, image in images
-        ]
-        if features:
+        name = lora if isinstance(lora, str) else None
+        adapter = lora if name is None else LoRARequest(name, 1 + sum(name.encode()), "/nowhere")
+        seen = [MultiModalFeatureSpec(None, "image", what, PlaceholderRange(at, length)) for at, length, what in images]
+        seen += features or ()
+        if seen:
             self.scheduler.max_num_encoder_input_tokens = 4096  # of a model that has an encoder
             cache = self.scheduler.encoder_cache_manager
             if not cache.cache_size:
                 cache.cache_size = cache.num_free_slots = cache.num_freeable_slots = 4096
         request = Request(
             request_id, tokens, sampling, None,
-            cache_salt=salt, lora_request=adapter, mm_features=features or None, block_hasher=self._hasher,
+            cache_salt=salt, lora_request=adapter, mm_features=seen or None, block_hasher=self._hasher,
         )  # fmt: skip
         request.kv_transfer_params = params
-        self._contents[request_id] = contents(tokens, lora, images)
+        self._contents[request_id] = contents(tokens, name, images)
         self.outputs[request_id] = []
         self._made[request_id] = []
         self.scheduler.add_request(request)
