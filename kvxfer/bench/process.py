@@ -1,8 +1,8 @@
 """Server processes that start together, say why when they fail, and leave nothing behind.
 
 A ``Server`` is one command under ``supervise.py``, with its output in a file. Starting returns at once, so that several
-start side by side; ``wait_ready`` polls ``/health``. When a server dies or is late, the error carries the tail of its
-log, since that is where the reason is.
+start side by side; ``wait_ready`` polls ``/health``, or another ``ready_path``. When a server dies or is late, the error carries
+the tail of its log, since that is where the reason is.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ class Server:
     url: str
     ready_seconds: float = 180.0
     grace_seconds: float = 15.0
+    ready_path: str = "/health"
     _process: subprocess.Popen[bytes] | None = field(default=None, init=False, repr=False)
     _started: float = field(default=0.0, init=False, repr=False)
 
@@ -81,15 +82,15 @@ class Server:
         return self._process is not None and self._process.poll() is None
 
     def healthy(self, timeout: float = 1.0) -> bool:
-        """Whether ``/health`` answers 200 now."""
+        """Whether ``ready_path`` answers 200 now."""
         try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=timeout) as answer:  # noqa: S310 - our own URL
+            with urllib.request.urlopen(f"{self.url}{self.ready_path}", timeout=timeout) as answer:  # noqa: S310 - our own URL
                 return bool(answer.status == 200)  # noqa: PLR2004
         except (OSError, urllib.error.URLError):
             return False
 
     def wait_ready(self) -> float:
-        """Wait for ``/health`` and return the seconds since ``start``; ``ServerError`` if it dies or is late."""
+        """Wait for ``ready_path`` and return the seconds since ``start``; ``ServerError`` if it dies or is late."""
         assert self._process is not None, f"{self.name} was not started"
         deadline = self._started + self.ready_seconds
         while True:

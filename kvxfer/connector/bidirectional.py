@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvxfer.connector import compat
 from kvxfer.connector.params import PlainParams, SourceParams
+from kvxfer.connector.private import engine_transfer
 from kvxfer.connector.retained import Retained
 from kvxfer.connector.taking_back import TakingBack
 from kvxfer.errors import ConfigError, RemoteProtocolError
@@ -45,7 +46,7 @@ def check(vllm_config: Any, tables: Tables, *, pinning: bool) -> None:
         (not tables.plain, "moves one group without a window: start with --disable-hybrid-kv-cache-manager"),
         (bool(size % CHUNK), f"needs blocks of a multiple of {CHUNK} tokens, these have {size}: set --block-size"),
         (
-            prefills and transfer.kv_load_failure_policy != "recompute",
+            prefills and engine_transfer(vllm_config).kv_load_failure_policy != "recompute",
             'needs "kv_load_failure_policy": "recompute" in --kv-transfer-config of an engine that prefills',
         ),
         (

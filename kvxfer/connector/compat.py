@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvxfer.connector.private import caller_with
+from kvxfer.connector.private import caller_with, engine_transfer
 from kvxfer.errors import ConfigError
 from kvxfer.layout.ranks import Shard, heads_of
 from kvxfer.layout.tables import Shape, Tables
@@ -135,7 +135,7 @@ def wants_delivery(vllm_config: Any) -> bool:
     token too, none ever gets on (0.29.0: run, ``tests/contract/test_async_scheduling.py``). What is lost there
     is noticed by ``request_finished``.
     """
-    return bool(vllm_config.kv_transfer_config.kv_role == "kv_producer")
+    return bool(engine_transfer(vllm_config).kv_role == "kv_producer")
 
 
 def layouts() -> Iterable[str]:
@@ -204,8 +204,8 @@ def prompt_digests(request: Any, *less: int) -> tuple[bytes, ...]:
     """Digest everything that shapes the KV of a request's prompt without its last ``less`` tokens; () where it cannot be told.
 
     ``less`` ascends. Two legs of a handoff must have the same where they share positions: tokens, LoRA adapter (by name),
-    multimodal inputs (by vLLM's own hashes) and cache salt. Called in the scheduler's thread, so no Python object is made for
-    a token: 0.04 ms for 8,192 of them.
+    multimodal inputs (by vLLM's own hashes, and where they stand) and cache salt. Called in the scheduler's thread, so no Python
+    object is made for a token: 0.04 ms for 8,192 of them.
     """
     tokens = request.prompt_token_ids
     if tokens is None or getattr(request, "prompt_embeds", None) is not None:
@@ -214,7 +214,10 @@ def prompt_digests(request: Any, *less: int) -> tuple[bytes, ...]:
     shaping = (
         getattr(lora, "lora_name", None),
         getattr(request, "cache_salt", None),
-        [feature.identifier for feature in getattr(request, "mm_features", None) or ()],
+        [
+            (feature.identifier, feature.mm_position.offset, feature.mm_position.length)
+            for feature in getattr(request, "mm_features", None) or ()
+        ],
     )
     # One token's bytes after the other's, behind their number.
     packed = memoryview(_packed(tokens if isinstance(tokens, list) else list(tokens)))
@@ -367,34 +370,6 @@ def check_groups(vllm_config: Any, kv_cache_config: Any) -> None:
     ):
         if wrong:
             raise ConfigError(f"this model's KV cache has {what}, which kvxfer does not move: {_ONE_GROUP}")
-
-
-def check_engine(vllm_config: Any) -> None:
-    """Raise ConfigError, with what to change, for an engine whose KV would mean something else on its peer, or fit none.
-
-    Ranks that share out a prompt's positions hold no whole blocks of it, and an engine that works out the scales of its fp8
-    cache from what it first computes is alone with them. No geometry shows either, so what moved would be wrong without a word.
-    vLLM refuses the former for its own NIXL connectors alone (0.29 and 0.32, config/vllm.py), the latter, which it has until
-    0.26 (config/cache.py), for none.
-    """
-    parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        size = getattr(parallel, name, 1)
-        if size > 1:
-            raise ConfigError(
-                f"engine {transfer.engine_id}: {size} ranks share out the positions of each prompt, and kvxfer moves KV between "
-                f"ranks that hold all of them: set --{name.replace('_', '-')} 1; use tensor parallelism"
-            )
-    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
-        raise ConfigError(
-            f"engine {transfer.engine_id}: it would calculate scales of its own for its fp8 cache, which its peer does not have: "
-            "start without --calculate-kv-scales, on both engines; take a checkpoint that has scales"
-        )
-    if transfer.kv_role == "kv_consumer" and parallel.pipeline_parallel_size > 1:
-        raise ConfigError(
-            f"engine {transfer.engine_id}: it would receive KV in {parallel.pipeline_parallel_size} pipeline stages, and kvxfer "
-            "moves it to engines of one stage: set --pipeline-parallel-size 1 on the decode engine; use tensor parallelism there"
-        )
 
 
 def transfer_results(sent: set[str] | None, received: set[str] | None, failed: set[str]) -> Any:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
 from kvxfer.config import settings_from
-from kvxfer.connector import at_once, block_major, compat, plugin
+from kvxfer.connector import at_once, block_major, checks, compat, plugin
 from kvxfer.connector.metadata import NOTHING, RankHandshake, RankNews, StepMetadata
 from kvxfer.connector.room import Room
 from kvxfer.connector.scheduler import SchedulerHalf
@@ -49,8 +49,9 @@ class KvxferConnector(KVConnectorBase_V1, *compat.supports_hybrids()):  # type: 
         settings, ignored = settings_from({**self.implied, **(transfer.kv_connector_extra_config or {})})
         if ignored and role is KVConnectorRole.SCHEDULER:
             logger.info("settings of upstream's connectors without effect here: %s", ", ".join(sorted(ignored)))
-        compat.check_engine(vllm_config)
+        checks.check_engine(vllm_config)
         compat.check_groups(vllm_config, kv_cache_config)
+        checks.check_inputs(vllm_config)
         incarnation = secrets.token_hex(8)
         self._room = Room(vllm_config.cache_config.block_size)
         if role is KVConnectorRole.SCHEDULER:

@@ -19,8 +19,10 @@ from kvxfer.connector import room
 from kvxfer.connector.stats import COUNTS, SECONDS, SEPARATOR
 from kvxfer.protocol.messages import WIRE_VERSION
 
-LABELS = ("engine_id", "host", "port", "tp_size", "pp_size", "role", "mode", "wire")
+LABELS = ("engine_id", "host", "port", "tp_size", "pp_size", "role", "mode", "wire", "leg_timeout")
 
+_OF_SEVERAL: Final = "mostrecent"
+"""What several API servers of one engine show: one sample, and not one each, most of them out of date."""
 
 COUNTERS: Final = {
     "handoffs": (
@@ -63,6 +65,7 @@ class Metrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM is not type
             name="kvxfer_info",
             documentation="Identity and control address of this engine's kvxfer connector; the value is always 1.",
             labelnames=[*labelnames, *LABELS],
+            multiprocess_mode=_OF_SEVERAL,
         )
         for index, values in per_engine_labelvalues.items():
             engine = transfer.engine_id
@@ -77,12 +80,14 @@ class Metrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM is not type
                 "role": transfer.kv_role,
                 "mode": mode,
                 "wire": WIRE_VERSION,
+                "leg_timeout": f"{settings.leg_timeout:g}",
             }
             gauge.labels(*values, *(str(identity[label]) for label in LABELS)).set(1)
         self._room = self._gauge_cls(
             name="kvxfer_reclaimable_tokens",
             documentation="KV tokens that a new request could be given: free blocks, and cached ones that nobody refers to.",
             labelnames=labelnames,
+            multiprocess_mode=_OF_SEVERAL,
         )
         self._counters = {
             figure: self._counter_cls(name=name, documentation=text, labelnames=[*labelnames, *labels])

@@ -47,6 +47,16 @@ def own_inbox(vllm_config: Any) -> queue.Queue[Any] | None:
     return None if caller_with("_connectors") is not None else inbox()
 
 
+def engine_transfer(vllm_config: Any) -> Any:
+    """Return the transfer configuration that vLLM's scheduler goes by.
+
+    Of several connectors in one each is shown its own, and the scheduler reads role and failure policy of the whole
+    (``MultiConnector``, 0.24 to 0.32). To be called while the connector is constructed, or by it.
+    """
+    several = caller_with("_connectors", "_vllm_config")
+    return (vllm_config if several is None else several._vllm_config).kv_transfer_config  # noqa: SLF001 - see above
+
+
 def waker() -> Callable[[], None] | None:
     """Return what makes an idle engine core turn its loop once, from any thread; None where there is no such thing.
 

@@ -32,8 +32,8 @@ from kvxfer.protocol.ids import HandoffId, Name, RankId, shown
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-WIRE_VERSION = 6
-"""Raised whenever a message changes in a way that the previous version cannot read."""
+WIRE_VERSION = 7
+"""Raised whenever a message changes in a way that the previous version cannot read, or means something else by."""
 
 MAX_CARD_BYTES = 1 << 20
 """Largest Hello and Welcome: a card with its NIXL metadata, which a process keeps of every peer."""

@@ -49,7 +49,7 @@ def prefill_leg(transfer: str) -> dict:
 
 
 def decode_leg(p: SimEngine, transfer: str) -> dict:
-    control = p.scheduler.connector._scheduler.control
+    control = p.ours._scheduler.control
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,

@@ -40,6 +40,7 @@ SUITES = (
     "test_counted.py",
     "test_plugin.py",
     "test_neuron_engine.py",
+    "test_scheduler_modes.py",
 )
 
 

@@ -13,10 +13,12 @@ With ``tp`` it has several worker ranks, each with its heads, whose outputs vLLM
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import hashlib
 from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,8 +26,11 @@ import torch
 from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -63,6 +68,8 @@ class SimEngine:
     """One engine. ``runner`` is ``v1`` or ``v2``: whose order of hooks drives the connector, and whose way to tell of resumed requests.
 
     ``ahead``: asynchronous scheduling, which schedules and launches a step before it knows what the one before it sampled.
+    ``vllm``: more of vLLM's own arguments. ``beside``: the configuration of another connector, which vLLM's MultiConnector then
+    puts behind ours.
     """
 
     def __init__(
@@ -85,6 +92,8 @@ class SimEngine:
         note: int | None = None,
         tp: int = 1,
         heads: int = HEADS,
+        vllm: Mapping[str, Any] | None = None,
+        beside: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
         self.heads = [heads_of(heads, Shard(rank, tp)) for rank in range(tp)]
@@ -94,6 +103,14 @@ class SimEngine:
         self.name, self.runner, self.block_size = name, runner, block_size
         self.platform = platform or HostPlatform(fence_delay=0)
         (port,) = free_ports(1)
+        ours = {
+            "kv_connector": f"Kvxfer{mode.capitalize()}Connector",
+            "kv_connector_module_path": "kvxfer.connector",
+            "kv_role": role,
+            "kv_load_failure_policy": policy,
+            "kv_connector_extra_config": {"control_port": port, "leg_timeout": 5.0, "drain_bound": 0.3, **settings},
+        }
+        whole = ours if beside is None else several(ours, beside)
         self.config = EngineArgs(
             model=model,
             dtype="float32",
@@ -103,14 +120,8 @@ class SimEngine:
             max_num_seqs=min(64, budget),
             max_num_batched_tokens=budget,
             enable_prefix_caching=prefix_caching,
-            kv_transfer_config={
-                "kv_connector": f"Kvxfer{mode.capitalize()}Connector",
-                "kv_connector_module_path": "kvxfer.connector",
-                "kv_role": role,
-                "engine_id": name,
-                "kv_load_failure_policy": policy,
-                "kv_connector_extra_config": {"control_port": port, "leg_timeout": 5.0, "drain_bound": 0.3, **settings},
-            },
+            kv_transfer_config={**whole, "engine_id": name},
+            **(vllm or {}),
         ).create_engine_config()
         self.config.parallel_config.tensor_parallel_size = tp
         self.config.cache_config.num_gpu_blocks = num_blocks
@@ -147,6 +158,9 @@ class SimEngine:
 
         cls = getattr(connectors, f"Kvxfer{mode.capitalize()}Connector")
         self.connector_class = type(cls.__name__, (cls,), {"worker_half": Worker})
+        if beside is not None:
+            self.connector_class = MultiConnector
+            self._own_class, self._own_worker = cls, Worker
         self.ranks = [self._start_rank(rank, names, num_blocks) for rank in range(tp)]
         self.worker, self.active, self.caches = self.ranks[0]
         self._aggregator = KVOutputAggregator(tp)
@@ -155,6 +169,7 @@ class SimEngine:
         )
         self.tables: dict[str, list[list[int]]] = {}
         self.outputs: dict[str, list[int]] = {}
+        self._contents: dict[str, list[int]] = {}
         self._made: dict[str, list[int]] = {}  # sampled, whether or not the scheduler has taken it yet
         self.finish_reasons: dict[str, Any] = {}
         self.params: dict[str, Any] = {}
@@ -164,7 +179,7 @@ class SimEngine:
     def _start_rank(self, rank: int, names: list[str], num_blocks: int) -> _Rank:
         tensors, caches = self._allocate(names, num_blocks)
         active = None
-        with _Patched(self.platform, rank, self.heads):
+        with _Patched(self.platform, rank, self.heads), self._workers_of_twins():
             worker = self.connector_class(self.config, connectors.KVConnectorRole.WORKER, self.kv_config)
             kv_transfer_state._KV_CONNECTOR_AGENT = worker
             if self.runner == "v2":
@@ -172,6 +187,18 @@ class SimEngine:
             else:
                 worker.register_kv_caches(tensors)
         return _Rank(worker, active, caches)
+
+    @contextlib.contextmanager
+    def _workers_of_twins(self) -> Iterator[None]:
+        """Where vLLM's MultiConnector makes our connector, from its name, it gets the twin's worker half."""
+        if self.connector_class is not MultiConnector:
+            yield
+            return
+        self._own_class.worker_half = self._own_worker
+        try:
+            yield
+        finally:
+            del self._own_class.worker_half
 
     def _allocate(self, layers: list[str], num_blocks: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the tensors that the connector is handed, and views of them as [blocks, heads, tokens, …].
@@ -193,30 +220,44 @@ class SimEngine:
         params: dict[str, Any] | None,
         max_tokens: int = 1,
         salt: str | None = None,
-        features: list[Any] | None = None,
-        lora: Any = None,
+        lora: str | LoRARequest | None = None,
+        images: Images = (),
+        features: Sequence[MultiModalFeatureSpec] | None = None,
         **options: Any,
     ) -> None:
+        """``images``: what stands at which positions of the prompt, by what hash. They, and an adapter's name, shape the tags.
+
+        ``features``, and an adapter that is vLLM's own request for one, do not: vLLM hears of them, the model has the same for all.
+        """
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, extra_args=None, **options)
         if params is not None:
             sampling.extra_args = {"kv_transfer_params": params}
+        name = lora if isinstance(lora, str) else None
+        adapter = lora if name is None else LoRARequest(name, 1 + sum(name.encode()), "/nowhere")
+        seen = [MultiModalFeatureSpec(None, "image", what, PlaceholderRange(at, length)) for at, length, what in images]
+        seen += features or ()
+        if seen:
+            self.scheduler.max_num_encoder_input_tokens = 4096  # of a model that has an encoder
+            cache = self.scheduler.encoder_cache_manager
+            if not cache.cache_size:
+                cache.cache_size = cache.num_free_slots = cache.num_freeable_slots = 4096
         request = Request(
-            request_id,
-            tokens,
-            sampling,
-            None,
-            cache_salt=salt,
-            mm_features=features,
-            lora_request=lora,
-            block_hasher=self._hasher,
-        )
+            request_id, tokens, sampling, None,
+            cache_salt=salt, lora_request=adapter, mm_features=seen or None, block_hasher=self._hasher,
+        )  # fmt: skip
         request.kv_transfer_params = params
+        self._contents[request_id] = contents(tokens, name, images)
         self.outputs[request_id] = []
         self._made[request_id] = []
         self.scheduler.add_request(request)
 
     def abort(self, request_id: str) -> None:
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    @property
+    def ours(self) -> Any:
+        """The scheduler's side of our connector."""
+        return getattr(self.scheduler.connector, "_connectors", [self.scheduler.connector])[0]
 
     @property
     def usage(self) -> int:
@@ -301,7 +342,7 @@ class SimEngine:
             request = self.scheduler.requests[request_id]
             # Asynchronous scheduling computes on placeholders: what will be sampled is known here in advance.
             start = computed[request_id]
-            tokens = [*request.prompt_token_ids, *self._made[request_id]][: start + count]
+            tokens = [*self._contents[request_id], *self._made[request_id]][: start + count]
             work = (request_id, [list(table) for table in self.tables[request_id]], tokens, start, start + count)
             works.append(work)
             ids.append(request_id)
@@ -342,8 +383,32 @@ class SimEngine:
         self.scheduler.connector.shutdown()
 
 
+Images = Sequence[tuple[int, int, str]]
+"""Of each: its first position, how many it takes, its hash."""
+
+
+def contents(tokens: list[int], lora: str | None = None, images: Images = ()) -> list[int]:
+    """What the KV of a prompt is a function of: its tokens, the images that stand in it, the adapter that computes it."""
+    found = list(tokens)
+    for offset, length, image in images:
+        found[offset : offset + length] = [
+            token + 1000 * sum(image.encode()) for token in found[offset : offset + length]
+        ]
+    if lora is not None:
+        found[0] += 1_000_000 * sum(lora.encode())
+    return found
+
+
+def several(ours: dict[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Configure both connectors as children of vLLM's MultiConnector; its role and policy are ours, or what ``engine`` says."""
+    theirs = {"kv_role": ours["kv_role"], **other}
+    top = {key: ours[key] for key in ("kv_role", "kv_load_failure_policy")} | theirs.pop("engine", {})
+    children = {"connectors": [ours, theirs]}
+    return {"kv_connector": "MultiConnector", "kv_connector_extra_config": children, **top}
+
+
 def expected(tokens: list[int], count: int) -> list[int]:
-    """What any engine samples after this prompt."""
+    """What any engine samples after this prompt (its ``contents``, where something else than tokens shapes them)."""
     made: list[int] = []
     for _ in range(count):
         made.append(tag(tokens + made) % 1000 + 1)
@@ -379,4 +444,4 @@ class _Patched:
         compat.parallel_ranks, worker.platform_for, compat.geometry = self.saved
 
 
-__all__ = ["KVConnectorOutput", "SimEngine", "expected", "tag"]
+__all__ = ["KVConnectorOutput", "SimEngine", "contents", "expected", "tag"]

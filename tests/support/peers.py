@@ -24,9 +24,14 @@ def has_ipv6() -> bool:
 
 
 class PeerProcess:
-    """Starts a rank in a process of its own and calls its commands."""
+    """Starts a rank in a process of its own and calls its commands. ``root``: another tree of kvxfer, which it then runs."""
 
-    def __init__(self, engine: str, log: Path, env: dict[str, str] | None = None, **options: Any) -> None:
+    def __init__(
+        self, engine: str, log: Path, env: dict[str, str] | None = None, root: Path | None = None, **options: Any
+    ) -> None:
+        env = {**os.environ, "FI_PROVIDER": "tcp", **(env or {})}
+        if root is not None:  # before an editable install of this one
+            env["PYTHONPATH"] = os.pathsep.join([str(root), str(root / "platforms"), env.get("PYTHONPATH", "")])
         self.engine = engine
         self.log = log
         self.process = subprocess.Popen(
@@ -35,8 +40,8 @@ class PeerProcess:
             stdout=subprocess.PIPE,
             stderr=log.open("w"),
             text=True,
-            cwd=ROOT,
-            env={**os.environ, "FI_PROVIDER": "tcp", **(env or {})},
+            cwd=root or ROOT,
+            env=env,
         )
         self.port = self._answer()
 

@@ -4,11 +4,17 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvxfer.connector.checks import check_inputs
 from kvxfer.connector.compat import Scheduled, prompt_digests, scheduled_requests
+from kvxfer.errors import ConfigError
 
 
 def request(tokens=(5, 6, 70_000), **more):
     return SimpleNamespace(prompt_token_ids=None if tokens is None else list(tokens), **more)
+
+
+def image(identifier, offset, length=1):
+    return SimpleNamespace(identifier=identifier, mm_position=SimpleNamespace(offset=offset, length=length))
 
 
 def test_equal_prompts_have_equal_digests_and_they_are_short():
@@ -27,12 +33,34 @@ def test_equal_prompts_have_equal_digests_and_they_are_short():
         request((5, 6, 70_000, 0)),
         request(cache_salt="tenant"),
         request(lora_request=SimpleNamespace(lora_name="adapter")),
-        request(mm_features=[SimpleNamespace(identifier="image")]),
+        request(mm_features=[image("image", 0)]),
     ],
 )
 def test_whatever_shapes_the_kv_is_in_the_digest(other):
     ((digest,), (theirs,)) = prompt_digests(request(), 0), prompt_digests(other, 0)
     assert digest != theirs
+
+
+def test_images_are_told_apart_by_what_they_are_and_where_they_stand():
+    each = [[image("a", 0)], [image("b", 0)], [image("a", 1)], [image("a", 0, 2)], [image("a", 0), image("a", 1)]]
+    digests = [prompt_digests(request(mm_features=features), 0) for features in each]
+    assert len(set(digests)) == len(each)
+    assert digests[0] == prompt_digests(request(mm_features=[image("a", 0)]), 0)
+
+
+@pytest.mark.parametrize("processed", [None, 0, 4.0])
+@pytest.mark.parametrize("prefixes", [True, False])
+def test_multimodal_inputs_that_are_only_numbered_are_refused_at_start(processed, prefixes):
+    multimodal = None if processed is None else SimpleNamespace(mm_processor_cache_gb=processed)
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(multimodal_config=multimodal),
+        cache_config=SimpleNamespace(enable_prefix_caching=prefixes),
+    )
+    if processed == 0 and not prefixes:
+        with pytest.raises(ConfigError, match="--mm-processor-cache-gb 0 vLLM numbers multimodal inputs"):
+            check_inputs(config)
+    else:
+        check_inputs(config)
 
 
 # Around the lengths at which MessagePack counts otherwise, of tokens that take one, three and five bytes.

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvxfer.connector.compat import check_engine
+from kvxfer.connector.checks import check_engine
 from kvxfer.errors import ConfigError
 
 
