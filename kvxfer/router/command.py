@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 from enum import Enum
@@ -160,10 +161,22 @@ async def _serve(settings: RouterSettings) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     async with serve(settings) as port:
+        _calm_collector()
         logging.getLogger(__name__).info(
             "the router listens on %s port %d, mode %s", settings.host, port, settings.mode.value
         )
         await stop.wait()
+
+
+def _calm_collector() -> None:
+    """Leave what lives as long as the process out of every collection, and collect seldom.
+
+    With Python's defaults a collection comes with every few requests, and a full one looks at everything that was imported,
+    which is a tenth of the processor time of short requests and a pause in all streams. Nearly nothing here is cyclic.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 def _run(main: Coroutine[None, None, None]) -> None:

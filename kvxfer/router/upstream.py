@@ -13,10 +13,10 @@ import ssl as tls
 from collections import deque
 from typing import TYPE_CHECKING
 
-from kvxfer.router.connection import BadAnswer, Connection
+from kvxfer.router.connection import BadAnswer, Connection, Sink
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from yarl import URL
 
@@ -65,18 +65,16 @@ class Answer:
                 break
         return b"".join(parts)
 
-    def relay(self, sink: Callable[[bytes, bytes | None], None], on_end: Callable[[], None]) -> None:
-        """From now on call ``sink`` with each piece of the body (and its chunk with the frame, where it is exactly one).
-
-        ``on_end`` is called when the answer has ended; ``failure`` tells how.
-        """
+    def relay(self, sink: Sink) -> None:
+        """From now on give ``sink`` the body, and its end; ``failure`` tells how it ended."""
         connection = self._connection
-        connection.sink, connection.on_end = sink, on_end
         if connection.pieces:
-            sink(connection.taken(), None)
-        connection.resume()
+            sink.body(connection.taken())
         if connection.complete or connection.failure is not None:
-            on_end()
+            sink.end()
+        elif not self._left:
+            connection.sink = sink
+            connection.resume()
 
     @property
     def failure(self) -> Exception | None:
@@ -134,7 +132,7 @@ class Upstream:
         end = loop.call_later(timeout, connection.fail, asyncio.TimeoutError())
         try:
             connection.begin(request)
-            await asyncio.shield(connection.head)
+            await connection.head
         except BaseException:
             end.cancel()
             connection.release()

@@ -2,7 +2,8 @@
 
 One process plays several engines, each on a port of its own, so that two cores suffice for a whole measurement. Every
 ``interval`` each stream gets one event in a write of its own, and the streams are spread over the interval: vLLM's API server,
-too, needs time for each stream's token of a step.
+too, needs time for each stream's token of a step. With ``--catch-up`` an engine that is behind sends what it owes by then in one
+write, each token still an event in a chunk of its own: so it offers more than what stands before it can take.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ _END = chunk(_EVENT % b'"length"') + chunk(b"data: [DONE]\n\n") + LAST_CHUNK
 
 @dataclass
 class Pace:
-    """How fast: seconds to the first token, seconds between tokens (0: as fast as the connection takes them)."""
+    """How fast: seconds to the first token, seconds between tokens, and whether what was owed meanwhile comes with the next."""
 
     first: float
     interval: float
+    catch_up: bool = False
     slots: list[dict[Connection, int]] = field(default_factory=lambda: [{} for _ in range(_SLOTS)])
     """Who is owed how many tokens, by when in the interval."""
     _next: int = 0
@@ -43,13 +45,17 @@ class Pace:
     async def run(self) -> None:
         """Send one token to every stream, each ``interval``, for ever."""
         loop = asyncio.get_running_loop()
+        sent = [loop.time()] * _SLOTS
         due = loop.time()
         while True:
-            for slot in self.slots:
+            for number, slot in enumerate(self.slots):
                 due = max(due + self.interval / _SLOTS, loop.time())
                 await asyncio.sleep(max(due - loop.time(), 0))
+                now = loop.time()
+                owed = max(round((now - sent[number]) / self.interval), 1) if self.catch_up else 1
+                sent[number] = now
                 for stream in tuple(slot):
-                    stream.token()
+                    stream.tokens(owed)
 
 
 class Connection(Requests):
@@ -119,17 +125,17 @@ class Connection(Requests):
         self.transport.write(STREAM_HEAD + _TOKEN)
         self._slot[self] = tokens - 1
 
-    def token(self) -> None:
-        """Send the next token."""
+    def tokens(self, owed: int) -> None:
+        """Send the next tokens, in one write."""
         left = self._slot.get(self)
         if left is None:
             return
-        if left > 1:
-            self._slot[self] = left - 1
-            self.transport.write(_TOKEN)
+        if left > owed:
+            self._slot[self] = left - owed
+            self.transport.write(_TOKEN * owed)
         else:
             del self._slot[self]
-            self.transport.write(_END)
+            self.transport.write(_TOKEN * (left - 1) + _END)
 
     def _metrics(self) -> bytes:
         role = "kv_producer" if self._role == "prefill" else "kv_consumer"
@@ -163,10 +169,11 @@ def main() -> None:
     parser.add_argument("--decode", type=int, default=2)
     parser.add_argument("--first", type=float, default=0.1)
     parser.add_argument("--interval", type=float, default=0.02)
+    parser.add_argument("--catch-up", action="store_true")
     asked = parser.parse_args()
     import uvloop
 
-    uvloop.run(serve(asked.prefill, asked.decode, Pace(asked.first, asked.interval)))
+    uvloop.run(serve(asked.prefill, asked.decode, Pace(asked.first, asked.interval, asked.catch_up)))
 
 
 if __name__ == "__main__":
