@@ -14,7 +14,7 @@ from kvxfer.config import settings_from
 from kvxfer.connector import room
 from kvxfer.protocol.messages import WIRE_VERSION
 
-LABELS = ("engine_id", "host", "port", "tp_size", "pp_size", "role", "mode", "wire")
+LABELS = ("engine_id", "host", "port", "tp_size", "pp_size", "role", "mode", "wire", "leg_timeout")
 
 
 class InfoMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM is not typed where the checks run
@@ -49,6 +49,7 @@ class InfoMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM is not 
                 "role": transfer.kv_role,
                 "mode": mode,
                 "wire": WIRE_VERSION,
+                "leg_timeout": f"{settings.leg_timeout:g}",
             }
             gauge.labels(*values, *(str(identity[label]) for label in LABELS)).set(1)
         self._room = self._gauge_cls(

@@ -53,7 +53,9 @@ def router(
         float, typer.Option(help="Share of decode's cache that handoffs may hold that wait for their KV.")
     ] = 0.5,
     queue_limit: Annotated[int, typer.Option(help="Most single requests that wait for room on decode.")] = 1024,
-    queue_timeout: Annotated[float, typer.Option(help="Longest time that they wait, in seconds.")] = 60.0,
+    queue_timeout: Annotated[
+        float | None, typer.Option(help="Longest time that they wait, in seconds; by default what fits the engines.")
+    ] = None,
     retries: Annotated[int, typer.Option(help="Attempts with other engines while nothing was streamed.")] = 3,
     request_timeout: Annotated[float, typer.Option(help="Longest time for one leg of a request, in seconds.")] = 600.0,
     connect_timeout: Annotated[float, typer.Option(help="Longest time to connect to an engine, in seconds.")] = 5.0,

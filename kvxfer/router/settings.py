@@ -85,7 +85,8 @@ class RouterSettings:
     """Of a decode engine's cache: how much handoffs may hold there that have not produced a token."""
     queue_limit: int = 1024
     """The most single requests that wait for room on a decode engine."""
-    queue_timeout: float = 60.0
+    queue_timeout: float | None = None
+    """How long they wait; None: what fits the engines' own time-outs (``timeouts``)."""
     conversations: int = 100_000
     """The most turns that are remembered in this process; 0: conversations are not followed."""
     conversation_ttl: float = 480.0
@@ -122,8 +123,9 @@ class RouterSettings:
             if name is not None:
                 engine_url(name)
         for field in _POSITIVE:
-            if not getattr(self, field) > 0:
-                raise ConfigError(f"{field} is {getattr(self, field)}; it must be more than 0 seconds")
+            value = getattr(self, field)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{field} is {value}; it must be more than 0 seconds")
         for field, least in _AT_LEAST.items():
             if getattr(self, field) < least:
                 raise ConfigError(f"{field} is {getattr(self, field)}; it must be at least {least}")

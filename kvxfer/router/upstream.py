@@ -128,7 +128,7 @@ class Upstream:
         """
         loop = asyncio.get_running_loop()
         request = _request(url, headers, body)
-        connection = await self._connection(url)
+        connection = await self._connection(url, min(self._connect_timeout, timeout))
         end = loop.call_later(timeout, connection.fail, asyncio.TimeoutError())
         try:
             connection.begin(request)
@@ -139,7 +139,7 @@ class Upstream:
             raise
         return Answer(connection, end)
 
-    async def _connection(self, url: URL) -> Connection:
+    async def _connection(self, url: URL, timeout: float) -> Connection:
         host, port, secure = url.raw_host or "", url.port or 0, url.scheme == "https"
         key = host, port, secure
         loop = asyncio.get_running_loop()
@@ -156,10 +156,10 @@ class Upstream:
                     ssl=(self._ssl or True) if secure else None,
                     server_hostname=host if secure else None,
                 ),
-                self._connect_timeout,
+                timeout,
             )  # fmt: skip
         except asyncio.TimeoutError:
-            raise CannotConnect(f"no connection within {self._connect_timeout:g} s") from None
+            raise CannotConnect(f"no connection within {timeout:g} s") from None
         except (OSError, tls.SSLError) as error:
             raise CannotConnect(str(error) or type(error).__name__) from None
 

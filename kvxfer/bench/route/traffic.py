@@ -165,7 +165,7 @@ def through(running: Running, port: int, load: Load, *, beside: Sequence[int] = 
     """The load through what runs, with its processor time; where others go ``beside``, what it adds to the first token."""
     before = running.processor
     counted = generate([port], load, beside=beside)
-    used = running.processor - before
+    used = max(running.processor - before, 1 / _TICKS)
     counted |= {"proxy_processor_s": used, "events_per_processor_s": counted["all_events"] / used}
     first, other = counted.pop("first"), counted.pop("beside", None)
     if other is not None:
@@ -258,7 +258,7 @@ def short(
     for number in range(_PARTS):
         before = running.processor
         counted = generate([port], load, requests=requests // _PARTS, tokens=4)
-        used = running.processor - before
+        used = max(running.processor - before, 1 / _TICKS)
         parts.append(
             {
                 "requests": counted["requests"],

@@ -101,6 +101,7 @@ class FakeEngine:
             "engine_id": self.engine_id,
             "role": self.role,
             "wire": "1",
+            "leg_timeout": "30",
             "model_name": 'm"q\\x',
         } | self.info
         text = ",".join(
