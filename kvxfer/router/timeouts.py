@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvxfer.router.settings import Mode, Role, RouterSettings, When
+from kvxfer.router.settings import Mode, Role, RouterSettings, When, flag
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -63,10 +63,10 @@ class Order:
             return None
         if value < leg_timeout if self.shorter else value > leg_timeout:
             return None
-        flag = "--" + self.name.replace("_", "-")
+        name = flag(self.name)
         wrong, right = ("not below", "below") if self.shorter else ("not above", "above")
         return (
-            f"the router's {flag} {value:g} s is {wrong} its leg_timeout {leg_timeout:g} s: {self.why}. Set {flag} {right} "
+            f"the router's {name} {value:g} s is {wrong} its leg_timeout {leg_timeout:g} s: {self.why}. Set {name} {right} "
             f"{leg_timeout:g}, or change leg_timeout in the engines' kv_connector_extra_config"
         )
 
