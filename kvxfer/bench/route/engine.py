@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import json
 import sys
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,12 +28,37 @@ _END = chunk(_EVENT % b'"length"') + chunk(b"data: [DONE]\n\n") + LAST_CHUNK
 
 
 @dataclass
+class Legs:
+    """What became of the requests whose prompt is a number: how long a leg outlives its client is found by it."""
+
+    open: dict[Connection, str] = field(default_factory=dict)
+    ended: dict[str, float] = field(default_factory=dict)
+    """By prompt: the moment of this host's monotonic clock at which the last leg ended, well or not."""
+
+    def begin(self, connection: Connection, prompt: Any) -> None:
+        """Note a leg that can be told from others."""
+        if isinstance(prompt, str) and prompt.isdecimal():
+            self.open[connection] = prompt
+
+    def end(self, connection: Connection) -> None:
+        """Note its end."""
+        prompt = self.open.pop(connection, None)
+        if prompt is not None:
+            self.ended[prompt] = time.monotonic()
+
+    def told(self) -> bytes:
+        """The answer to ``GET /legs``."""
+        return json.dumps({"open": sorted(self.open.values()), "ended": self.ended}).encode()
+
+
+@dataclass
 class Pace:
     """How fast: seconds to the first token, seconds between tokens, and whether what was owed meanwhile comes with the next."""
 
     first: float
     interval: float
     catch_up: bool = False
+    legs: Legs = field(default_factory=Legs)
     slots: list[dict[Connection, int]] = field(default_factory=lambda: [{} for _ in range(_SLOTS)])
     """Who is owed how many tokens, by when in the interval."""
     _next: int = 0
@@ -73,6 +99,8 @@ class Connection(Requests):
         """Answer like vLLM."""
         if path == "/metrics":
             self.answer(self._metrics(), kind="text/plain")
+        elif path == "/legs":
+            self.answer(self._pace.legs.told())
         elif path == "/v1/models":
             self.answer(b'{"object":"list","data":[{"id":"stand-in","object":"model"}]}')
         elif path.endswith("/completions") and method == "POST":
@@ -83,10 +111,12 @@ class Connection(Requests):
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
         """Forget the stream, as vLLM aborts its request."""
         self._slot.pop(self, None)
+        self._pace.legs.end(self)
 
     def _complete(self, body: dict[str, Any]) -> None:
         loop = asyncio.get_running_loop()
         params = body.get("kv_transfer_params") or {}
+        self._pace.legs.begin(self, body.get("prompt"))
         if params.get("kvxfer_probe"):
             self._whole()
         elif body.get("stream"):
@@ -116,6 +146,7 @@ class Connection(Requests):
             "usage": {"prompt_tokens": 64, "completion_tokens": 1, "total_tokens": 65},
             "kv_transfer_params": params,
         }
+        self._pace.legs.end(self)
         if not self.transport.is_closing():
             self.answer(json.dumps(answer).encode())
 
@@ -135,6 +166,7 @@ class Connection(Requests):
             self.transport.write(_TOKEN * owed)
         else:
             del self._slot[self]
+            self._pace.legs.end(self)
             self.transport.write(_TOKEN * (left - 1) + _END)
 
     def _metrics(self) -> bytes:

@@ -182,6 +182,7 @@ def measure(load: Load, against: Sequence[Path], say: Callable[[str], None]) -> 
     say(f"the generator's own limit: {limit['events_per_s']:,.0f} events a second")
     result: dict[str, Any] = {"load": load_of(load), "generator_limit": limit, "upstream": {}}
     result["router"] = one(router, "router", load, load.requests, say)
+    result["leavers"] = leavers(load, say)
     for script in against:
         start = functools.partial(upstream, script)
         result["upstream"][script.name] = one(start, script.name, load, _SHORT, say)
@@ -207,6 +208,23 @@ def one(start: Starter, name: str, load: Load, requests: int, say: Callable[[str
         f"of its processor time; {flooded['failed']} failed"
     )
     return {"paced": paced, "short": few, "flooded": flooded}
+
+
+def leavers(load: Load, say: Callable[[str], None], requests: int = 5_000) -> dict[str, Any]:
+    """Requests through the router of which one in ten is broken off: what is left of them, and for how long."""
+    port = _free_port()
+    with engines(load) as ports, router(ports, port):
+        every = [str(one) for some in ports.values() for one in some]
+        command = [sys.executable, "-m", "kvxfer.bench.route.leavers", str(port), *every, "--requests", str(requests)]
+        command += ["--longest", str(load.first + 12 * load.interval)]
+        found: dict[str, Any] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    times = found.pop("outlived_s")
+    found["outlived_s"] = {"p50": quantile(times, 0.5), "p99": quantile(times, 0.99), "most": quantile(times, 1.0)}
+    say(
+        f"{found['left']} of {requests:,} clients left: {found['whole']:,} others whole, {found['failed']} failed, "
+        f"{found['open']} legs left open; the last leg outlived its client by {found['outlived_s']['most']:.3f} s at most"
+    )
+    return found
 
 
 def added(routed: Sequence[Sequence[float]], straight: Sequence[Sequence[float]]) -> dict[str, dict[str, Any]]:
@@ -289,6 +307,9 @@ def bounds(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
         "events_per_processor_s": {"value": ours["paced"]["events_per_processor_s"], "least": 20_000.0},
         "memory_growth_bytes": {"value": sizes[-1] - sizes[0], "most": 4e6},
         "failed": {"value": sum(ours[kind]["failed"] for kind in ("paced", "short", "flooded")), "most": 0},
+        "legs_left_open": {"value": result["leavers"]["open"], "most": 0},
+        "leg_outlives_its_client_s": {"value": result["leavers"]["outlived_s"]["most"], "most": 1.0},
+        "failed_beside_leavers": {"value": result["leavers"]["failed"], "most": 0},
         "generator_limit_over_flooded": {
             "value": result["generator_limit"]["events_per_s"] / ours["flooded"]["events_per_s"],
             "least": 1.0,

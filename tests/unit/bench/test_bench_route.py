@@ -9,9 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from kvxfer.bench.route.engine import Connection, Pace
-from kvxfer.bench.route.load import Wanted, load
+from kvxfer.bench.route.leavers import outlived
+from kvxfer.bench.route.load import Counts, Stream, Wanted, load, request_of
 from kvxfer.bench.route.simulation import SCENARIOS, TIMINGS, Costs, Request, Simulation, simulate
-from kvxfer.bench.route.traffic import Load, added, bounds, engines, quantile, router, short, through
+from kvxfer.bench.route.traffic import Load, added, bounds, engines, leavers, quantile, router, short, through
 from kvxfer.bench.route.wire import length_of
 from kvxfer.router.policies.timing import Fixed
 
@@ -104,6 +105,40 @@ def test_the_router_between_generator_and_engines():
             assert running.memory > 10_000_000
 
 
+def test_what_leavers_leave_is_found_by_when_their_legs_ended():
+    engines = [{"ended": {"0": 10.0, "10": 4.0}}, {"ended": {"0": 12.5}}]
+    assert outlived({"0": 11.0, "10": 5.0, "20": 1.0}, engines) == [0.0, 0.0, 1.5]
+    found = leavers(Load(first=0.05, interval=0.01), lambda _: None, requests=60)
+    assert (found["failed"], found["open"]) == (0, 0), found
+    assert found["whole"] == 54
+    assert 0 < found["left"] <= 6
+
+
+async def until(holds):
+    while not holds():  # noqa: ASYNC110 -- what it waits for sets no event
+        await asyncio.sleep(0.001)
+
+
+def test_a_leg_that_nobody_ends_is_seen():
+    async def main():
+        pace = Pace(5.0, 0.01)
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(lambda: Connection("decode", 0, pace), "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        _, stream = await loop.create_connection(
+            lambda: Stream(request_of("h", {"prompt": "20", "stream": True}), Counts()), "127.0.0.1", port
+        )
+        stream.ask()
+        await asyncio.wait_for(until(lambda: pace.legs.open), 10)
+        assert json.loads(pace.legs.told()) == {"open": ["20"], "ended": {}}
+        stream.close()
+        await asyncio.wait_for(until(lambda: not pace.legs.open), 10)
+        assert set(json.loads(pace.legs.told())["ended"]) == {"20"}
+        server.close()
+
+    asyncio.run(main())
+
+
 def test_what_is_added_is_told_slice_by_slice_so_that_trouble_spoils_one():
     calm = [(slot / 10, 100.0 + slot % 10) for slot in range(100)]
     routed = [(when, took + 1.5) for when, took in calm]
@@ -140,6 +175,7 @@ def test_bounds_say_what_holds():
 
     result = {
         "generator_limit": {"events_per_s": 60_000},
+        "leavers": {"open": 0, "outlived_s": {"most": 1.5}, "failed": 0},
         "router": counted(1.0, 20.0, 30_000, 100_000, 1_000, [100, 150, 200]),
         "upstream": {"p.py": counted(0, 0, 10_000, 30_000, 400, [1, 1])},
     }
@@ -149,6 +185,9 @@ def test_bounds_say_what_holds():
         "events_per_processor_s": True,
         "memory_growth_bytes": True,
         "failed": True,
+        "legs_left_open": True,
+        "leg_outlives_its_client_s": False,
+        "failed_beside_leavers": True,
         "generator_limit_over_flooded": True,
         "times_p.py_paced_events": True,
         "times_p.py_flooded_events": True,
