@@ -73,9 +73,6 @@ class Handoff:
         await self._guarded(self._begin_stream() if self.single.body.get("stream") else self._read())
         self.trace.first = time.monotonic()
         self.share.first_token(self.trace)
-        if self.prefill is not None:
-            self._dispatcher.let_end(self.prefill)
-            self.prefill = None
 
     async def events(self) -> AsyncIterator[list[bytes]]:
         """Yield the decode engine's events, unchanged, ``[DONE]`` last; raise ``ApiError`` where the stream fails."""
@@ -198,8 +195,7 @@ class Dispatcher:
             except BaseException:
                 await _end(task)
                 raise
-            if handoff.prefill is not None:
-                self.let_end(task)
+            self.let_end(task)
 
     def _skips(self, call: Call, trace: Trace, failed: list[Engine]) -> bool:
         """Whether decode computes what is missing by itself, because it is too little to be worth a handoff."""

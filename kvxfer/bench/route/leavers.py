@@ -18,7 +18,7 @@ from kvxfer.bench.route.load import Counts, Stream, request_of
 
 SHARE = 10
 """One request in so many leaves."""
-_AT_ONCE = 200
+_AT_ONCE = 50
 _PATIENCE = 15.0
 
 
@@ -48,7 +48,8 @@ async def leave(
             stream.close()
 
     moments = [None if number % SHARE else chance.random() * longest for number in range(requests)]
-    await asyncio.gather(*(one(number, stays) for number, stays in enumerate(moments)))
+    first = port * 1_000_000  # another run against the same engines has other numbers
+    await asyncio.gather(*(one(first + number, stays) for number, stays in enumerate(moments)))
     return counts, left
 
 

@@ -211,20 +211,38 @@ def one(start: Starter, name: str, load: Load, requests: int, say: Callable[[str
 
 
 def leavers(load: Load, say: Callable[[str], None], requests: int = 5_000) -> dict[str, Any]:
-    """Requests through the router of which one in ten is broken off: what is left of them, and for how long."""
+    """Requests through the router of which one in ten is broken off: what is left of them, and for how long.
+
+    Under ``straight`` the same with nothing between: how late an engine of this machine notices by itself.
+    """
     port = _free_port()
     with engines(load) as ports, router(ports, port):
-        every = [str(one) for some in ports.values() for one in some]
-        command = [sys.executable, "-m", "kvxfer.bench.route.leavers", str(port), *every, "--requests", str(requests)]
-        command += ["--longest", str(load.first + 12 * load.interval)]
-        found: dict[str, Any] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    times = found.pop("outlived_s")
-    found["outlived_s"] = {"p50": quantile(times, 0.5), "p99": quantile(times, 0.99), "most": quantile(times, 1.0)}
+        every = [one for some in ports.values() for one in some]
+        found = _leave(port, every, load, requests)
+        found["straight"] = _leave(ports["decode"][0], every, load, requests)
     say(
         f"{found['left']} of {requests:,} clients left: {found['whole']:,} others whole, {found['failed']} failed, "
-        f"{found['open']} legs left open; the last leg outlived its client by {found['outlived_s']['most']:.3f} s at most"
+        f"{found['open']} legs left open; the last leg outlived its client by {found['outlived_s']['most']:.3f} s at most "
+        f"(p50 {found['outlived_s']['p50']:.3f} s; straight {found['straight']['outlived_s']['most']:.3f} and "
+        f"{found['straight']['outlived_s']['p50']:.3f} s)"
     )
     return found
+
+
+def _leave(port: int, every: Sequence[int], load: Load, requests: int) -> dict[str, Any]:
+    command = [
+        sys.executable,
+        "-m",
+        "kvxfer.bench.route.leavers",
+        *map(str, (port, *every)),
+        "--requests",
+        str(requests),
+    ]
+    command += ["--longest", str(load.first + 12 * load.interval)]
+    found: dict[str, Any] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    times = found.pop("outlived_s")
+    shares = {"p50": 0.5, "p99": 0.99, "most": 1.0}
+    return found | {"outlived_s": {name: quantile(times, share) for name, share in shares.items()}}
 
 
 def added(routed: Sequence[Sequence[float]], straight: Sequence[Sequence[float]]) -> dict[str, dict[str, Any]]:

@@ -101,7 +101,7 @@ class FakeEngine:
             "engine_id": self.engine_id,
             "role": self.role,
             "wire": "1",
-            "leg_timeout": "30",
+            "leg_timeout": "10",
             "model_name": 'm"q\\x',
         } | self.info
         text = ",".join(
