@@ -61,7 +61,7 @@ class Front:
     async def models(self, request: web.Request) -> web.Response:
         """A decode engine's model list, as it is."""
         engine = self._parts.engines.pick(Role.DECODE)
-        status, body = await self._parts.engines.ask(engine, "v1/models", passed_on(request))
+        status, body = await self._parts.engines.ask(engine, "v1/models", in_utf8(passed_on(request)))
         return web.Response(body=body, status=status, content_type="application/json")
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
@@ -272,6 +272,14 @@ def trace_id(traceparent: str) -> str:
     """The trace id of a W3C trace context; of anything else, all of it."""
     parts = traceparent.split("-")
     return parts[1] if len(parts) >= 4 else traceparent[:64]  # noqa: PLR2004
+
+
+def in_utf8(headers: dict[str, str]) -> dict[str, str]:
+    """The same headers; a 400 where one has bytes that a general HTTP client does not send."""
+    for name, value in headers.items():
+        if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
+            raise ApiError(400, f"the header {name} has bytes that are not UTF-8")
+    return headers
 
 
 def passed_on(request: web.Request) -> dict[str, str]:

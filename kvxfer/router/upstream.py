@@ -193,4 +193,4 @@ def _request(url: URL, headers: Mapping[str, str], body: bytes) -> tuple[bytes, 
             raise ValueError(f"the header {name} has a line break")
         lines.append(f"{name}: {value}")
     lines += ["Content-Type: application/json", f"Content-Length: {len(body)}", "", ""]
-    return "\r\n".join(lines).encode("latin-1", "replace"), body
+    return "\r\n".join(lines).encode(errors="surrogateescape"), body  # a client's headers byte for byte
