@@ -111,6 +111,19 @@ def router(ports: dict[str, list[int]], port: int) -> Iterator[Running]:
 
 
 @contextmanager
+def bare(ports: dict[str, list[int]], port: int) -> Iterator[Running]:
+    """Bytes piped from decode engines, unread: what nobody between can save."""
+    command = [sys.executable, "-m", "kvxfer.bench.route.bare", str(port), *map(str, ports["decode"])]
+
+    def ready() -> bool:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=2) as answer:
+            return bool(answer.status == 200)  # noqa: PLR2004
+
+    with _between(command, ready) as running:
+        yield running
+
+
+@contextmanager
 def upstream(script: Path, ports: dict[str, list[int]], port: int) -> Iterator[Running]:
     """One of vLLM's example proxies (examples/disaggregated/disaggregated_serving) before the same engines."""
     command = [sys.executable, str(script), "--model", "stand-in", "--port", str(port)]
@@ -183,6 +196,7 @@ def measure(load: Load, against: Sequence[Path], say: Callable[[str], None]) -> 
     result: dict[str, Any] = {"load": load_of(load), "generator_limit": limit, "upstream": {}}
     result["router"] = one(router, "router", load, load.requests, say)
     result["leavers"] = leavers(load, say)
+    result["bare"] = one(bare, "nothing but a pipe", load, _SHORT, say)
     for script in against:
         start = functools.partial(upstream, script)
         result["upstream"][script.name] = one(start, script.name, load, _SHORT, say)

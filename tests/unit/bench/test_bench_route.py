@@ -12,7 +12,19 @@ from kvxfer.bench.route.engine import Connection, Pace
 from kvxfer.bench.route.leavers import outlived
 from kvxfer.bench.route.load import Counts, Stream, Wanted, load, request_of
 from kvxfer.bench.route.simulation import SCENARIOS, TIMINGS, Costs, Request, Simulation, simulate
-from kvxfer.bench.route.traffic import Load, added, bounds, engines, leavers, quantile, router, short, through
+from kvxfer.bench.route.traffic import (
+    Load,
+    _free_port,
+    added,
+    bare,
+    bounds,
+    engines,
+    leavers,
+    quantile,
+    router,
+    short,
+    through,
+)
 from kvxfer.bench.route.wire import length_of
 from kvxfer.router.policies.timing import Fixed
 
@@ -90,8 +102,6 @@ def test_the_router_between_generator_and_engines():
     small = Load(streams=4, seconds=3.0, tokens=5, first=0.01, interval=0.002)
     with engines(small) as ports:
         assert [len(ports[role]) for role in ("prefill", "decode")] == [2, 2]
-        from kvxfer.bench.route.traffic import _free_port
-
         port = _free_port()
         with router(ports, port) as running:
             counted = through(running, port, small, beside=ports["decode"])
@@ -103,6 +113,13 @@ def test_the_router_between_generator_and_engines():
             assert few["failed"] == 0
             assert [part["requests"] for part in few["parts"]] == [8] * 5
             assert running.memory > 10_000_000
+
+
+def test_a_bare_pipe_passes_everything_on():
+    small = Load(streams=4, seconds=3.0, tokens=5, first=0.01, interval=0.002)
+    with engines(small) as ports, bare(ports, port := _free_port()) as running:
+        few = short(running, port, small, 40)
+        assert (few["failed"], sum(part["requests"] for part in few["parts"])) == (0, 40)
 
 
 def test_what_leavers_leave_is_found_by_when_their_legs_ended():
