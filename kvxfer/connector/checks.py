@@ -1,4 +1,4 @@
-"""What an engine's configuration may not ask for, since the KV that moved would be wrong, or no handoff could be: refused at start.
+"""What an engine may not be asked for, since the KV that moved would be wrong, or no handoff could be: refused at start.
 
 What lies in a cache is compared when two engines meet; this is what no geometry shows. Caches of several groups:
 ``compat.check_groups``; reuse: ``bidirectional.check``.

@@ -87,7 +87,7 @@ class Admin:
         if self._key is None:
             raise ApiError(403, "this router has no admin API: start it with KVXFER_ADMIN_KEY set")
         given = key_of(request.headers.get("Authorization"))
-        if not hmac.compare_digest(given.encode(), self._key.encode()):
+        if not hmac.compare_digest(given.encode(errors="surrogateescape"), self._key.encode()):
             raise ApiError(401, "the admin API needs Authorization: Bearer and the admin key")
 
     async def _asked(self, request: web.Request) -> tuple[Role, str, Json]:

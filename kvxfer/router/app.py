@@ -61,7 +61,7 @@ class Front:
     async def models(self, request: web.Request) -> web.Response:
         """A decode engine's model list, as it is."""
         engine = self._parts.engines.pick(Role.DECODE)
-        status, body = await self._parts.engines.ask(engine, "v1/models", passed_on(request))
+        status, body = await self._parts.engines.ask(engine, "v1/models", in_utf8(passed_on(request)))
         return web.Response(body=body, status=status, content_type="application/json")
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
@@ -164,8 +164,14 @@ async def _merged(
     yield merger.end()
 
 
+class EventStream(web.StreamResponse):
+    """An answer whose head leaves with its first events, in one packet (aiohttp otherwise sends it alone)."""
+
+    _send_headers_immediately = False
+
+
 def _event_stream(request: web.Request, headers: dict[str, str]) -> web.StreamResponse:
-    response = web.StreamResponse(headers=headers | {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+    response = EventStream(headers=headers | {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
     response.content_type = "text/event-stream"
     response.charset = "utf-8"
     if request.version >= (1, 1):
@@ -176,30 +182,36 @@ def _event_stream(request: web.Request, headers: dict[str, str]) -> web.StreamRe
 async def _pass_on(request: web.Request, headers: dict[str, str], handoff: Handoff) -> web.StreamResponse:
     """Pass a single stream on, which has begun. From here on a failure is the stream's last event."""
     response = _event_stream(request, headers)
-    answer = handoff.answer
     try:
         await response.prepare(request)
-        await response.write(joined(handoff.first))
-        if answer.failure is not None:
-            raise answer.failure
-        if answer.finished:
-            answer.answer.end()
-        else:
-            if request.transport is None:
-                raise ConnectionResetError("the client went away")
-            relay = Relay(answer, request.transport, chunked=response.chunked)
-            try:
-                await relay.run()
-            finally:
-                handoff.trace.pieces = relay.pieces
-    except ApiError as error:
-        await response.write(_told(error, handoff.trace.request_id).event())
-        handoff.trace.outcome = "error in the stream"
+        try:
+            last = await _relayed(request, response, handoff)
+        except ApiError as error:
+            handoff.trace.outcome = "error in the stream"
+            last = _told(error, handoff.trace.request_id).event()
+        await response.write_eof(last)
     except ConnectionError:
         log.info("request %s: the client went away", handoff.trace.request_id)
         raise ClientGoneError from None
-    await response.write_eof()
     return response
+
+
+async def _relayed(request: web.Request, response: web.StreamResponse, handoff: Handoff) -> bytes:
+    """Write all of a stream but its last events, and return those."""
+    answer = handoff.answer
+    if answer.finished:
+        answer.answer.end()
+        return joined(handoff.first)
+    await response.write(joined(handoff.first))
+    if answer.failure is not None:
+        raise answer.failure
+    if request.transport is None:
+        raise ConnectionResetError("the client went away")
+    relay = Relay(answer, request.transport, chunked=response.chunked)
+    try:
+        return await relay.run()
+    finally:
+        handoff.trace.pieces = relay.pieces
 
 
 async def _stream(
@@ -260,6 +272,14 @@ def trace_id(traceparent: str) -> str:
     """The trace id of a W3C trace context; of anything else, all of it."""
     parts = traceparent.split("-")
     return parts[1] if len(parts) >= 4 else traceparent[:64]  # noqa: PLR2004
+
+
+def in_utf8(headers: dict[str, str]) -> dict[str, str]:
+    """The same headers; a 400 where one has bytes that a general HTTP client does not send."""
+    for name, value in headers.items():
+        if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
+            raise ApiError(400, f"the header {name} has bytes that are not UTF-8")
+    return headers
 
 
 def passed_on(request: web.Request) -> dict[str, str]:

@@ -22,6 +22,7 @@ from kvxfer.addresses import shown_at
 from kvxfer.router.gauges import read_gauges
 from kvxfer.router.identity import Identity, IdentityError, check_probe, check_role, parse_info
 from kvxfer.router.settings import Role, RouterSettings
+from kvxfer.router.timeouts import advice
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -60,6 +61,7 @@ class Checker:
             log.exception("the check of %s failed in an unforeseen way", engine.name)
             engine.failed(f"its check failed: {error!r}")
         else:
+            engine.advised(advice(self._settings, engine.role, identities))
             engine.passed(identities, says)
 
     async def introduce(self, decode: Engine, prefill: Iterable[Engine]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,6 +23,39 @@ _LINGER = 1.0
 
 class BadAnswer(ConnectionError):  # noqa: N818 -- reads as what came
     """The engine closed the connection too early, or what it sent is not HTTP/1.1."""
+
+
+class Sink(Protocol):
+    """Who takes a body in the very callback that receives it."""
+
+    def chunks(self, framed: bytes, count: int) -> None:
+        """So many whole chunks with their frames, each of them whole events."""
+        ...
+
+    def body(self, data: bytes) -> None:
+        """Any other piece of the body, without frames."""
+        ...
+
+    def end(self) -> None:
+        """The answer is over, well or not."""
+        ...
+
+
+def whole_events(data: bytes) -> int:
+    """How many chunks ``data`` is, if it is whole chunks that each end with an event's blank line; 0 otherwise."""
+    at = count = 0
+    end = len(data)
+    while at < end:
+        line = data.find(b"\r\n", at, at + 18)
+        try:
+            size = int(data[at:line], 16)
+        except ValueError:
+            return 0
+        at = line + 4 + size
+        if size <= 0 or data[at - 4 : at] != b"\n\n\r\n":
+            return 0
+        count += 1
+    return count
 
 
 class Connection(asyncio.Protocol):
@@ -53,8 +86,7 @@ class Connection(asyncio.Protocol):
         self.complete = False
         self.failure: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self.sink: Callable[[bytes, bytes | None], None] | None = None
-        self.on_end: Callable[[], None] | None = None
+        self.sink: Sink | None = None
 
     def begin(self, request: tuple[bytes, bytes]) -> None:
         """Send a request; the answer's head is there when ``head`` is done."""
@@ -70,16 +102,10 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Read the answer."""
-        if self.sink is not None and self._chunked and self._left == 0 and not self._rest and data.endswith(b"\r\n"):
-            # The common case of a stream by far: exactly one chunk, which can be passed on with its frame.
-            at = data.find(b"\r\n", 0, 18)
-            try:
-                size = int(data[:at], 16)
-            except ValueError:
-                size = 0
-            if size and len(data) == at + size + 4:
-                self.sink(data[at + 2 : -2], data)
-                return
+        # The common case of a stream by far, between two chunks: whole ones, which can be passed on with their frames.
+        if self.sink is not None and self._left == 0 and not self._rest and (count := whole_events(data)):
+            self.sink.chunks(data, count)
+            return
         try:
             self._feed(data)
         except BadAnswer as error:
@@ -210,7 +236,7 @@ class Connection(asyncio.Protocol):
         if not data or self.released:
             return
         if self.sink is not None:
-            self.sink(data, None)
+            self.sink.body(data)
             return
         self.pieces.append(data)
         self._held += len(data)
@@ -222,8 +248,7 @@ class Connection(asyncio.Protocol):
         self.complete = True
         self._keep = self._keep and clean and not self.gone
         self._wake()
-        if self.on_end is not None:
-            self.on_end()
+        self._end_sink()
         if self.released:
             self._let_go()
 
@@ -237,8 +262,12 @@ class Connection(asyncio.Protocol):
             self.head.set_exception(error)
             self.head.exception()  # told by whoever awaits it; nobody may
         self._wake()
-        if self.on_end is not None:
-            self.on_end()
+        self._end_sink()
+
+    def _end_sink(self) -> None:
+        if self.sink is not None:
+            sink, self.sink = self.sink, None
+            sink.end()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -281,7 +310,7 @@ class Connection(asyncio.Protocol):
         if self.released:
             return
         self.released = True
-        self.sink = self.on_end = None
+        self.sink = None
         self.pieces.clear()
         if self.complete:
             self._let_go()
@@ -296,7 +325,7 @@ class Connection(asyncio.Protocol):
             self.release()
             return
         self.released = True
-        self.sink = self.on_end = None
+        self.sink = None
         self.resume()
         self._loop.call_later(_LINGER, self._end_of_linger, self.head)
 

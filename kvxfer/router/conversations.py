@@ -145,7 +145,7 @@ class Conversations:
 
     def _digest(self, kind: bytes, owner: str, name: str) -> bytes:
         made = hmac.new(self._key, kind, hashlib.sha256)
-        for part in (owner.encode(), name.encode()):
+        for part in (owner.encode(), name.encode(errors="surrogateescape")):
             made.update(len(part).to_bytes(4, "big"))
             made.update(part)
         return made.digest()

@@ -21,9 +21,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from kvxfer.router.upstream import Upstream
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 PREFILL_GRACE = 5.0
 
@@ -54,7 +53,7 @@ PREFILL_GRACE = 5.0
 class Handoff:
     """The decode leg's answer, guarded by the prefill leg."""
 
-    def __init__(self, dispatcher: Dispatcher, stack: AsyncExitStack, single: SingleRequest, trace: Trace) -> None:
+    def __init__(self, dispatcher: Dispatcher, stack: ExitStack, single: SingleRequest, trace: Trace) -> None:
         self._dispatcher = dispatcher
         self._stack = stack
         self.single = single
@@ -71,20 +70,9 @@ class Handoff:
     async def begin(self) -> None:
         """Wait for the first of the answer that the client can be given."""
         self.trace.decode_sent = time.monotonic()
-        if self.single.body.get("stream"):
-            self.answer = await self._guarded(self._open())
-            while not any(map(is_data, self.first)):
-                some = await self._guarded(self.answer.next_events())
-                if some is None:
-                    break
-                self.first += some
-        else:
-            self.body = await self._guarded(self._read())
+        await self._guarded(self._begin_stream() if self.single.body.get("stream") else self._read())
         self.trace.first = time.monotonic()
         self.share.first_token(self.trace)
-        if self.prefill is not None:
-            self._dispatcher.let_end(self.prefill)
-            self.prefill = None
 
     async def events(self) -> AsyncIterator[list[bytes]]:
         """Yield the decode engine's events, unchanged, ``[DONE]`` last; raise ``ApiError`` where the stream fails."""
@@ -95,25 +83,35 @@ class Handoff:
         self.answer.answer.end()
 
     async def _open(self) -> LegAnswer:
-        return await self._stack.enter_async_context(
-            open_leg(self._dispatcher.upstream, self._dispatcher.settings, self.decode)
-        )
+        answer = await open_leg(self._dispatcher.upstream, self._dispatcher.settings, self.decode)
+        self._stack.callback(answer.close)
+        return answer
 
-    async def _read(self) -> bytes:
-        return await (await self._open()).read()
+    async def _begin_stream(self) -> None:
+        self.answer = await self._open()
+        while not any(map(is_data, self.first)):
+            some = await self.answer.next_events()
+            if some is None:
+                break
+            self.first += some
 
-    async def _guarded(self, step: Coroutine[Any, Any, T]) -> T:
-        """Take one step of the decode leg; prefill's failure ends it."""
+    async def _read(self) -> None:
+        self.body = await (await self._open()).read()
+
+    async def _guarded(self, decode: Coroutine[Any, Any, None]) -> None:
+        """Run the decode leg's part; prefill's failure ends it."""
         if self.prefill is None or _ended_well(self.prefill):
-            return await step
-        task = asyncio.ensure_future(step)
+            await decode
+            return
+        task = asyncio.ensure_future(decode)
         try:
             await asyncio.wait({task, self.prefill}, return_when=asyncio.FIRST_COMPLETED)
             if self.prefill.done() and not (task.done() and task.exception() is None):
                 self.prefill.result()  # raises prefill's error
-            return await task
+            await task
         finally:
-            await _end(task)
+            if not _ended_well(task):
+                await _end(task)
 
 
 class Dispatcher:
@@ -127,7 +125,7 @@ class Dispatcher:
         self._engines = engines
         self._timing = timing
         self._admission = admission
-        self._ending: set[asyncio.Task[Any]] = set()
+        self._ending: set[asyncio.Task[Json]] = set()
 
     @asynccontextmanager
     async def handoff(self, single: SingleRequest, call: Call, trace: Trace) -> AsyncIterator[Handoff]:
@@ -166,7 +164,7 @@ class Dispatcher:
         trace.prefill_sent = trace.prefill_done = trace.decode_sent = None
         trace.late, trace.context = self._timing.late(self._engines.usable(Role.DECODE, failed), asked)
         trace.late = trace.late or self.settings.mode is Mode.PULL
-        async with AsyncExitStack() as stack:
+        with ExitStack() as stack:
             handoff = Handoff(self, stack, single, trace)
             if self._skips(call, trace, failed):
                 sink = await self._choose_decode(call, failed, handoff)
@@ -197,8 +195,7 @@ class Dispatcher:
             except BaseException:
                 await _end(task)
                 raise
-            if handoff.prefill is not None:
-                self.let_end(task)
+            self.let_end(task)
 
     def _skips(self, call: Call, trace: Trace, failed: list[Engine]) -> bool:
         """Whether decode computes what is missing by itself, because it is too little to be worth a handoff."""
@@ -223,9 +220,19 @@ class Dispatcher:
 
     def let_end(self, task: asyncio.Task[Json]) -> None:
         """Give a prefill leg that nobody waits for a moment to end by itself."""
-        ending = asyncio.ensure_future(_end_within(task, PREFILL_GRACE))
-        self._ending.add(ending)
-        ending.add_done_callback(self._ending.discard)
+        if _ended_well(task):
+            return
+        alarm = asyncio.get_running_loop().call_later(PREFILL_GRACE, task.cancel)
+
+        def ended(_task: asyncio.Task[Json]) -> None:
+            alarm.cancel()
+            self._ending.discard(task)
+            if not _ended_well(task):
+                told = None if task.cancelled() else task.exception()
+                log.info("a prefill leg did not end well after its decode leg had: %r", told)
+
+        self._ending.add(task)
+        task.add_done_callback(ended)
 
     async def stop(self) -> None:
         """Close what is still ending."""
@@ -235,8 +242,11 @@ class Dispatcher:
     async def _prefill(self, leg: Leg, trace: Trace) -> Json:
         trace.prefill_sent = time.monotonic()
         with PrefillShare(leg.engine, trace.tokens):
-            async with open_leg(self.upstream, self.settings, leg) as answer:
+            answer = await open_leg(self.upstream, self.settings, leg)
+            try:
                 raw = await answer.read()
+            finally:
+                answer.close()
         trace.prefill_done = time.monotonic()
         try:
             value = msgspec.json.decode(raw)
@@ -255,15 +265,3 @@ async def _end(task: asyncio.Task[Any]) -> None:
     await asyncio.wait({task})
     if not task.cancelled():
         task.exception()
-
-
-async def _end_within(task: asyncio.Task[Any], grace: float) -> None:
-    try:
-        await asyncio.wait({task}, timeout=grace)
-    finally:
-        await _end(task)
-    if not _ended_well(task):
-        log.info(
-            "a prefill leg did not end well after its decode leg had: %r",
-            None if task.cancelled() else task.exception(),
-        )

@@ -75,6 +75,8 @@ class Engine:
         """Something went wrong with it: it is to be checked now."""
         self.load = Load()
         self.says = Told()
+        self.advice: list[str] = []
+        """What of this router's settings does not fit the engine's, and what to set."""
         self.starts = 0
         """How often it was met anew: under another identity, or as a process that started later."""
 
@@ -123,6 +125,7 @@ class Engine:
             "waiting_tokens": load.waiting_tokens,
             "running_tokens": load.running_tokens,
             "first_token_delay_s": round(load.first_token_delay, 4),
+            "advice": self.advice,
             "engine_running": says.running,
             "engine_waiting": says.waiting,
             "kv_capacity_tokens": says.capacity,
@@ -149,6 +152,13 @@ class Engine:
                 self.name, ", ".join(addresses), reason,
             )  # fmt: skip
         self.untold = reason
+
+    def advised(self, advice: list[str]) -> None:
+        """Note what does not fit it, and say it once."""
+        for one in advice:
+            if one not in self.advice:
+                log.warning("%s engine %s: %s", self.role.value, self.name, one)
+        self.advice = advice
 
     def passed(self, identities: list[Identity], says: Told) -> None:
         """Put the engine into use under what it just told."""

@@ -45,6 +45,8 @@ class Identity:
     wire: str = ""
     advertised: str = ""
     """The host as the engine said it, before ``reachable_host``."""
+    leg_timeout: float | None = None
+    """Seconds that the engine waits for the other leg of a handoff; None: it does not say."""
     dp_rank: int | None = None
     """Set where one URL stands for several engines: the request must be sent to this one."""
 
@@ -65,6 +67,7 @@ def parse_info(metrics: str, url_host: str) -> list[Identity]:
                 mode=labels.get("mode", ""),
                 wire=labels.get("wire", ""),
                 advertised=labels["host"],
+                leg_timeout=float(labels["leg_timeout"]) if "leg_timeout" in labels else None,
                 dp_rank=int(labels.get("engine", "0")),
             )
         except (KeyError, ValueError) as error:

@@ -8,8 +8,9 @@ answer was read to its end; vLLM aborts a request whose connection closes, so no
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -18,7 +19,9 @@ from kvxfer.router.openai import DONE, ApiError, EventCutter, Json, engine_error
 from kvxfer.router.upstream import Answer, CannotConnect, Upstream
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Mapping
+    from collections.abc import Mapping
+
+    from yarl import URL
 
     from kvxfer.router.engine import Engine
     from kvxfer.router.settings import RouterSettings
@@ -71,9 +74,13 @@ class LegAnswer:
         self.finished = False
         self._answered = False
 
+    def close(self) -> None:
+        """Leave. It closes the connection unless the answer was read to its end, and then that one is kept."""
+        self.answer.close()
+
     async def read(self) -> bytes:
         """The whole body."""
-        with translated(self.leg, self._settings):
+        with Translated(self.leg, self._settings):
             body = await self.answer.read()
         self.answer.end()
         return body
@@ -86,7 +93,7 @@ class LegAnswer:
         if self.failure is not None:
             raise self.failure
         while not self.finished:
-            with translated(self.leg, self._settings):
+            with Translated(self.leg, self._settings):
                 data = await self.answer.next()
             if not data:
                 raise self.cut_short()
@@ -112,11 +119,7 @@ class LegAnswer:
 
     def told(self, failure: Exception) -> Exception:
         """What a failure of the connection means."""
-        try:
-            with translated(self.leg, self._settings):
-                raise failure
-        except LegError as error:
-            return error
+        return translated(failure, self.leg, self._settings) or failure
 
     def cut_short(self) -> LegError:
         """The error for a stream that ended without its end."""
@@ -146,20 +149,23 @@ class LegAnswer:
         return events
 
 
-@asynccontextmanager
-async def open_leg(upstream: Upstream, settings: RouterSettings, leg: Leg) -> AsyncIterator[LegAnswer]:
-    """Send one leg and hand out its answer once it is a 200; anything else is a ``LegError``."""
-    with translated(leg, settings):
+async def open_leg(upstream: Upstream, settings: RouterSettings, leg: Leg) -> LegAnswer:
+    """Send one leg and return its answer, to be closed by the caller, once it is a 200; anything else is a ``LegError``."""
+    with Translated(leg, settings):
         answer = await upstream.post(
-            leg.engine.url / leg.path.lstrip("/"), leg.headers, msgspec.json.encode(leg.body), settings.request_timeout
+            _where(leg.engine.url, leg.path), leg.headers, msgspec.json.encode(leg.body), settings.request_timeout
         )
-    try:
-        if answer.status != 200:  # noqa: PLR2004
-            with translated(leg, settings):
-                raise _refusal(leg, answer.status, await answer.read(_MAX_ERROR_BODY))
-        yield LegAnswer(leg, settings, answer)
-    finally:
-        answer.close()  # does nothing to a connection whose answer was read to its end: that one is kept
+        if answer.status == 200:  # noqa: PLR2004
+            return LegAnswer(leg, settings, answer)
+        try:
+            raise _refusal(leg, answer.status, await answer.read(_MAX_ERROR_BODY))
+        finally:
+            answer.close()
+
+
+@lru_cache(maxsize=4096)
+def _where(engine: URL, path: str) -> URL:
+    return engine / path.lstrip("/")
 
 
 def _refusal(leg: Leg, status: int, body: bytes) -> LegError:
@@ -173,17 +179,30 @@ def _refusal(leg: Leg, status: int, body: bytes) -> LegError:
     return leg.error(told, f"the engine answered {status}: {said}", again=again)
 
 
-@contextmanager
-def translated(leg: Leg, settings: RouterSettings) -> Iterator[None]:
-    """Tell what fails in the block as the leg's failure."""
-    try:
-        yield
-    except CannotConnect as error:
+def translated(error: BaseException, leg: Leg, settings: RouterSettings) -> LegError | None:
+    """The leg's failure that an exception means; None for what is none. The engine learns what it says of it."""
+    if isinstance(error, CannotConnect):
         leg.engine.failed(f"cannot be reached: {error}")
-        raise leg.error(502, f"cannot be reached: {error}", again=True) from None
-    except asyncio.TimeoutError:
+        return leg.error(502, f"cannot be reached: {error}", again=True)
+    if isinstance(error, asyncio.TimeoutError):
         told = f"not finished within {settings.request_timeout:g} s (--request-timeout)"
-        raise leg.error(504, told, again=False) from None
-    except OSError as error:
+        return leg.error(504, told, again=False)
+    if isinstance(error, OSError):
         leg.engine.doubt.set()
-        raise leg.error(502, f"the connection failed: {error or type(error).__name__}", again=True) from None
+        return leg.error(502, f"the connection failed: {error or type(error).__name__}", again=True)
+    return None
+
+
+class Translated(AbstractContextManager["Translated", None]):
+    """Raises what fails in the block as the leg's failure."""
+
+    __slots__ = ("_leg", "_settings")
+
+    def __init__(self, leg: Leg, settings: RouterSettings) -> None:
+        self._leg = leg
+        self._settings = settings
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        """Translate."""
+        if error is not None and (told := translated(error, self._leg, self._settings)) is not None:
+            raise told from None

@@ -63,7 +63,8 @@ class Limits:
 
 def owner_of(authorization: str | None) -> str:
     """Whose request it is: a digest of the API key, so that keys are kept and logged nowhere; empty for nobody's."""
-    return hashlib.sha256(authorization.encode()).hexdigest() if authorization else ""
+    # What is not UTF-8 in a header comes as surrogates.
+    return hashlib.sha256(authorization.encode(errors="surrogateescape")).hexdigest() if authorization else ""
 
 
 def key_of(authorization: str | None) -> str:

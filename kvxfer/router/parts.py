@@ -98,9 +98,14 @@ async def open_store(settings: RouterSettings) -> Store:
     """Where conversations are remembered."""
     if settings.redis is None:
         return MemoryStore(settings.conversations)
-    from kvxfer.router.store_redis import RedisStore
-
-    return RedisStore(settings.redis)
+    try:
+        from kvxfer.router.store_redis import RedisStore
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"--redis needs {error.name}: pip install 'kvxfer[router]'") from None
+    try:
+        return RedisStore(settings.redis)
+    except ValueError as error:
+        raise ConfigError(f"--redis is no URL of a Redis server: {error}") from None
 
 
 def engine_tls(settings: RouterSettings) -> ssl.SSLContext | None:

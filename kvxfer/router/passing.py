@@ -13,7 +13,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from kvxfer.router.app import passed_on
+from kvxfer.router.app import in_utf8, passed_on
 from kvxfer.router.limits import key_of, owner_of
 from kvxfer.router.openai import ApiError
 from kvxfer.router.settings import Role
@@ -64,6 +64,7 @@ class Passing:
             headers = passed_on(request)
             if kind := request.headers.get("Content-Type"):
                 headers["Content-Type"] = kind
+            headers = in_utf8(headers)
             url = engine.url.joinpath(*request.path.strip("/").split("/")).with_query(request.query_string)
             timeout = aiohttp.ClientTimeout(total=parts.settings.request_timeout)
             response: web.StreamResponse | None = None

@@ -1,9 +1,9 @@
-"""A stream passes through: from the callback that receives a chunk straight into the client's connection.
+"""A stream passes through: from the callback that receives chunks straight into the client's connection.
 
-Nothing is decoded and no task is woken for a chunk that is made of whole events, none of them an error or the end; such a
-chunk even keeps its frame. Every other one goes through ``LegAnswer.feed``, which cuts events. Guarantees that the client gets
-whole events only, nothing behind the stream's end or its error, and at most ``_HIGH`` bytes more than its connection takes:
-beyond them the engine is no longer read.
+Nothing is decoded, copied or framed anew, and no task is woken, for chunks that are whole events, none of them an error or the
+end: what one read brought is one write. Everything else goes through ``LegAnswer.feed``, which cuts events. Guarantees that the
+client gets whole events only, nothing behind the stream's end or its error, and at most ``_HIGH`` bytes more than its connection
+takes: beyond them the engine is no longer read.
 """
 
 from __future__ import annotations
@@ -25,54 +25,86 @@ def joined(events: list[bytes]) -> bytes:
     return b"\n\n".join(events) + b"\n\n"
 
 
+def unframed(chunks: bytes) -> bytes:
+    """Whole chunks without their frames."""
+    pieces = []
+    at = 0
+    while at < len(chunks):
+        line = chunks.index(b"\r\n", at)
+        end = line + 2 + int(chunks[at:line], 16)
+        pieces.append(chunks[line + 2 : end])
+        at = end + 2
+    return b"".join(pieces)
+
+
+def _only_tokens(data: bytes) -> bool:
+    return b"data: [DONE]" not in data and b'data: {"error"' not in data
+
+
 class Relay:
-    """One stream on its way, from its second piece on."""
+    """One stream on its way, from its second piece on; what receives it calls ``chunks``, ``body`` and ``end``."""
 
     def __init__(self, leg: LegAnswer, client: asyncio.Transport, *, chunked: bool) -> None:
         self._leg = leg
         self._client = client
         self._chunked = chunked
         self._loop = asyncio.get_running_loop()
-        self._over: asyncio.Future[None] = self._loop.create_future()
+        self._over: asyncio.Future[bytes] = self._loop.create_future()
         self._slow = False
+        self._between_events = leg.between_events
         self.pieces = 0
 
-    async def run(self) -> None:
-        """Return when the stream has ended well; raise what ended it otherwise (``ConnectionError``: the client left)."""
-        self._leg.answer.relay(self._feed, self._end)
-        await self._over
+    async def run(self) -> bytes:
+        """Return the last events when the stream has ended well: they are the caller's to write, with the end of the message.
 
-    def _feed(self, body: bytes, framed: bytes | None) -> None:
-        leg = self._leg
-        self.pieces += 1
-        if (
-            leg.between_events
-            and body.endswith(b"\n\n")
-            and b"data: [DONE]" not in body
-            and b'data: {"error"' not in body
-        ):
-            self._write(body, framed)
-            return
+        Raise what ended it otherwise (``ConnectionError``: the client left).
+        """
+        self._leg.answer.relay(self)
+        return await self._over
+
+    def chunks(self, framed: bytes, count: int) -> None:
+        """Pass on whole chunks."""
+        if self._chunked and self._between_events and _only_tokens(framed):
+            self.pieces += count
+            self._write(framed)
+        else:
+            self.body(unframed(framed))
+
+    def body(self, data: bytes) -> None:
+        """Pass on whole events of any other piece."""
         if self._over.done():
             return
-        if events := leg.feed(body):
-            self._write(joined(events), None)
+        leg = self._leg
+        self.pieces += data.count(b"\n\n")
+        if self._between_events and data.endswith(b"\n\n") and _only_tokens(data):
+            self._write(self._framed(data))
+            return
+        events = leg.feed(data)
+        self._between_events = leg.between_events
+        if leg.finished:
+            leg.answer.end()
+            self._over.set_result(joined(events))
+            return
+        if events:
+            self._write(self._framed(joined(events)))
         if leg.failure is not None:
             self._fail(leg.failure)
-        elif leg.finished:
-            leg.answer.end()
-            if not self._over.done():
-                self._over.set_result(None)
 
-    def _write(self, body: bytes, framed: bytes | None) -> None:
+    def end(self) -> None:
+        """The engine's message is over; a stream that was whole has been told of by its last event already."""
+        if not self._over.done():
+            failure = self._leg.answer.failure
+            self._fail(self._leg.cut_short() if failure is None else self._leg.told(failure))
+
+    def _framed(self, data: bytes) -> bytes:
+        return b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data
+
+    def _write(self, data: bytes) -> None:
         client = self._client
         if client.is_closing():
             self._fail(ConnectionResetError("the client went away"))
             return
-        if not self._chunked:
-            client.write(body)
-        else:
-            client.write(framed or b"%x\r\n%b\r\n" % (len(body), body))
+        client.write(data)
         if client.get_write_buffer_size() > _HIGH and not self._slow:
             self._slow = True
             self._leg.answer.pause()
@@ -89,12 +121,7 @@ class Relay:
             self._slow = False
             self._leg.answer.resume()
 
-    def _end(self) -> None:
-        """The engine's message is over; a stream that was whole has been told of by its last event already."""
-        if not self._over.done():
-            failure = self._leg.answer.failure
-            self._fail(self._leg.cut_short() if failure is None else self._leg.told(failure))
-
     def _fail(self, error: Exception) -> None:
+        self._between_events = False  # nothing follows
         if not self._over.done():
             self._over.set_exception(error)

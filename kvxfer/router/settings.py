@@ -6,7 +6,8 @@ a setting: a value that was typed once is wrong after the next restart.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -85,7 +86,8 @@ class RouterSettings:
     """Of a decode engine's cache: how much handoffs may hold there that have not produced a token."""
     queue_limit: int = 1024
     """The most single requests that wait for room on a decode engine."""
-    queue_timeout: float = 60.0
+    queue_timeout: float | None = None
+    """How long they wait; None: what fits the engines' own time-outs (``timeouts``)."""
     conversations: int = 100_000
     """The most turns that are remembered in this process; 0: conversations are not followed."""
     conversation_ttl: float = 480.0
@@ -121,21 +123,50 @@ class RouterSettings:
                 raise ConfigError(f"a {role.value} engine is given twice: {', '.join(normal)}")
             if name is not None:
                 engine_url(name)
-        for field in _POSITIVE:
-            if not getattr(self, field) > 0:
-                raise ConfigError(f"{field} is {getattr(self, field)}; it must be more than 0 seconds")
-        for field, least in _AT_LEAST.items():
-            if getattr(self, field) < least:
-                raise ConfigError(f"{field} is {getattr(self, field)}; it must be at least {least}")
+        self._check_numbers()
+        self._check_secrets()
+
+    def _check_numbers(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ConfigError(f"{flag(field.name)} is {value}; it must be a finite number")
+        for name in _POSITIVE:
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{flag(name)} is {value}; it must be more than 0 seconds")
+        for name, least in _AT_LEAST.items():
+            if getattr(self, name) < least:
+                raise ConfigError(f"{flag(name)} is {getattr(self, name)}; it must be at least {least}")
         if not 0 < self.decode_share <= 1:
-            raise ConfigError(f"decode_share is {self.decode_share}; it must be more than 0 and at most 1")
-        if self.redis is not None and not self.conversation_secret:
+            raise ConfigError(f"--decode-share is {self.decode_share}; it must be more than 0 and at most 1")
+        if self.port > _LAST_PORT:
+            raise ConfigError(f"--port is {self.port}; it must be at most {_LAST_PORT}")
+
+    def _check_secrets(self) -> None:
+        keys = {"KVXFER_TRUSTED_KEYS": self.trusted_keys, "KVXFER_ADMIN_KEY": (self.admin_key,)}
+        for name, some in keys.items():
+            if any(key is not None and not key.strip() for key in some):
+                raise ConfigError(
+                    f"{name} has an empty key, which whoever sends none would have; leave it out, or set one"
+                )
+        if self.redis is None:
+            return
+        if not self.conversation_secret:
             raise ConfigError(
                 "--redis needs KVXFER_CONVERSATION_SECRET, the same for all replicas: what they remember is found under "
                 "digests that are keyed with it"
             )
+        if not self.redis.startswith(("redis://", "rediss://", "unix://")):
+            raise ConfigError("--redis must be a URL like redis://10.0.0.9:6379/0 (or rediss://, unix://)")
 
 
+def flag(field: str) -> str:
+    """A setting as an operator writes it."""
+    return "--" + field.replace("_", "-")
+
+
+_LAST_PORT = 65535
 _POSITIVE = (
     "request_timeout",
     "connect_timeout",
@@ -146,6 +177,7 @@ _POSITIVE = (
     "conversation_ttl",
 )
 _AT_LEAST = {
+    "port": 0,
     "max_body_size": 1,
     "max_singles": 1,
     "concurrent_singles": 1,
@@ -174,6 +206,11 @@ def engine_url(text: str) -> URL:
         ) from None
     if url.scheme not in {"http", "https"} or not host or port is None:
         raise ConfigError(f"engine URL {text!r}: write it like http://10.0.0.1:8000 or http://[::1]:8000")
+    if url.user is not None or url.password is not None:
+        raise ConfigError(
+            f"an engine URL of host {url.host} has a user name or a password, which are not used: an engine's API key comes from "
+            "the client, and for the router's own checks from KVXFER_ENGINE_API_KEY"
+        )
     if url.query_string or url.fragment:
         raise ConfigError(f"engine URL {text!r} has a query or a fragment; only scheme, host, port and a path are used")
     return url.with_path(url.path.rstrip("/") or "/")

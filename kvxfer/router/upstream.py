@@ -13,10 +13,10 @@ import ssl as tls
 from collections import deque
 from typing import TYPE_CHECKING
 
-from kvxfer.router.connection import BadAnswer, Connection
+from kvxfer.router.connection import BadAnswer, Connection, Sink
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from yarl import URL
 
@@ -65,18 +65,16 @@ class Answer:
                 break
         return b"".join(parts)
 
-    def relay(self, sink: Callable[[bytes, bytes | None], None], on_end: Callable[[], None]) -> None:
-        """From now on call ``sink`` with each piece of the body (and its chunk with the frame, where it is exactly one).
-
-        ``on_end`` is called when the answer has ended; ``failure`` tells how.
-        """
+    def relay(self, sink: Sink) -> None:
+        """From now on give ``sink`` the body, and its end; ``failure`` tells how it ended."""
         connection = self._connection
-        connection.sink, connection.on_end = sink, on_end
         if connection.pieces:
-            sink(connection.taken(), None)
-        connection.resume()
+            sink.body(connection.taken())
         if connection.complete or connection.failure is not None:
-            on_end()
+            sink.end()
+        elif not self._left:
+            connection.sink = sink
+            connection.resume()
 
     @property
     def failure(self) -> Exception | None:
@@ -130,18 +128,18 @@ class Upstream:
         """
         loop = asyncio.get_running_loop()
         request = _request(url, headers, body)
-        connection = await self._connection(url)
+        connection = await self._connection(url, min(self._connect_timeout, timeout))
         end = loop.call_later(timeout, connection.fail, asyncio.TimeoutError())
         try:
             connection.begin(request)
-            await asyncio.shield(connection.head)
+            await connection.head
         except BaseException:
             end.cancel()
             connection.release()
             raise
         return Answer(connection, end)
 
-    async def _connection(self, url: URL) -> Connection:
+    async def _connection(self, url: URL, timeout: float) -> Connection:
         host, port, secure = url.raw_host or "", url.port or 0, url.scheme == "https"
         key = host, port, secure
         loop = asyncio.get_running_loop()
@@ -158,10 +156,10 @@ class Upstream:
                     ssl=(self._ssl or True) if secure else None,
                     server_hostname=host if secure else None,
                 ),
-                self._connect_timeout,
+                timeout,
             )  # fmt: skip
         except asyncio.TimeoutError:
-            raise CannotConnect(f"no connection within {self._connect_timeout:g} s") from None
+            raise CannotConnect(f"no connection within {timeout:g} s") from None
         except (OSError, tls.SSLError) as error:
             raise CannotConnect(str(error) or type(error).__name__) from None
 
@@ -195,4 +193,4 @@ def _request(url: URL, headers: Mapping[str, str], body: bytes) -> tuple[bytes, 
             raise ValueError(f"the header {name} has a line break")
         lines.append(f"{name}: {value}")
     lines += ["Content-Type: application/json", f"Content-Length: {len(body)}", "", ""]
-    return "\r\n".join(lines).encode("latin-1", "replace"), body
+    return "\r\n".join(lines).encode(errors="surrogateescape"), body  # a client's headers byte for byte

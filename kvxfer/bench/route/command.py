@@ -16,7 +16,7 @@ def route(
     streams: Annotated[int, typer.Option(help="Streams at one time.", min=1)] = 500,
     seconds: Annotated[float, typer.Option(help="How long each run lasts.", min=3.0)] = 10.0,
     interval: Annotated[float, typer.Option(help="Seconds between two tokens of a stream.", min=0.001)] = 0.02,
-    requests: Annotated[int, typer.Option(help="Requests of the run that looks at memory.", min=5)] = 50_000,
+    requests: Annotated[int, typer.Option(help="Short requests, over which memory is looked at.", min=5)] = 50_000,
     against: Annotated[
         list[Path] | None,
         typer.Option(help="One of vLLM's example proxies, to be measured in the same run; repeatable."),

@@ -2,7 +2,8 @@
 
 One process plays several engines, each on a port of its own, so that two cores suffice for a whole measurement. Every
 ``interval`` each stream gets one event in a write of its own, and the streams are spread over the interval: vLLM's API server,
-too, needs time for each stream's token of a step.
+too, needs time for each stream's token of a step. With ``--catch-up`` an engine that is behind sends what it owes by then in one
+write, each token still an event in a chunk of its own: so it offers more than what stands before it can take.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import asyncio
 import json
 import sys
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,11 +28,37 @@ _END = chunk(_EVENT % b'"length"') + chunk(b"data: [DONE]\n\n") + LAST_CHUNK
 
 
 @dataclass
+class Legs:
+    """What became of the requests whose prompt is a number: how long a leg outlives its client is found by it."""
+
+    open: dict[Connection, str] = field(default_factory=dict)
+    ended: dict[str, float] = field(default_factory=dict)
+    """By prompt: the moment of this host's monotonic clock at which the last leg ended, well or not."""
+
+    def begin(self, connection: Connection, prompt: Any) -> None:
+        """Note a leg that can be told from others."""
+        if isinstance(prompt, str) and prompt.isdecimal():
+            self.open[connection] = prompt
+
+    def end(self, connection: Connection) -> None:
+        """Note its end."""
+        prompt = self.open.pop(connection, None)
+        if prompt is not None:
+            self.ended[prompt] = time.monotonic()
+
+    def told(self) -> bytes:
+        """The answer to ``GET /legs``."""
+        return json.dumps({"open": sorted(self.open.values()), "ended": self.ended}).encode()
+
+
+@dataclass
 class Pace:
-    """How fast: seconds to the first token, seconds between tokens (0: as fast as the connection takes them)."""
+    """How fast: seconds to the first token, seconds between tokens, and whether what was owed meanwhile comes with the next."""
 
     first: float
     interval: float
+    catch_up: bool = False
+    legs: Legs = field(default_factory=Legs)
     slots: list[dict[Connection, int]] = field(default_factory=lambda: [{} for _ in range(_SLOTS)])
     """Who is owed how many tokens, by when in the interval."""
     _next: int = 0
@@ -43,13 +71,17 @@ class Pace:
     async def run(self) -> None:
         """Send one token to every stream, each ``interval``, for ever."""
         loop = asyncio.get_running_loop()
+        sent = [loop.time()] * _SLOTS
         due = loop.time()
         while True:
-            for slot in self.slots:
+            for number, slot in enumerate(self.slots):
                 due = max(due + self.interval / _SLOTS, loop.time())
                 await asyncio.sleep(max(due - loop.time(), 0))
+                now = loop.time()
+                owed = max(round((now - sent[number]) / self.interval), 1) if self.catch_up else 1
+                sent[number] = now
                 for stream in tuple(slot):
-                    stream.token()
+                    stream.tokens(owed)
 
 
 class Connection(Requests):
@@ -67,6 +99,8 @@ class Connection(Requests):
         """Answer like vLLM."""
         if path == "/metrics":
             self.answer(self._metrics(), kind="text/plain")
+        elif path == "/legs":
+            self.answer(self._pace.legs.told())
         elif path == "/v1/models":
             self.answer(b'{"object":"list","data":[{"id":"stand-in","object":"model"}]}')
         elif path.endswith("/completions") and method == "POST":
@@ -77,10 +111,12 @@ class Connection(Requests):
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
         """Forget the stream, as vLLM aborts its request."""
         self._slot.pop(self, None)
+        self._pace.legs.end(self)
 
     def _complete(self, body: dict[str, Any]) -> None:
         loop = asyncio.get_running_loop()
         params = body.get("kv_transfer_params") or {}
+        self._pace.legs.begin(self, body.get("prompt"))
         if params.get("kvxfer_probe"):
             self._whole()
         elif body.get("stream"):
@@ -110,6 +146,7 @@ class Connection(Requests):
             "usage": {"prompt_tokens": 64, "completion_tokens": 1, "total_tokens": 65},
             "kv_transfer_params": params,
         }
+        self._pace.legs.end(self)
         if not self.transport.is_closing():
             self.answer(json.dumps(answer).encode())
 
@@ -119,17 +156,18 @@ class Connection(Requests):
         self.transport.write(STREAM_HEAD + _TOKEN)
         self._slot[self] = tokens - 1
 
-    def token(self) -> None:
-        """Send the next token."""
+    def tokens(self, owed: int) -> None:
+        """Send the next tokens, in one write."""
         left = self._slot.get(self)
         if left is None:
             return
-        if left > 1:
-            self._slot[self] = left - 1
-            self.transport.write(_TOKEN)
+        if left > owed:
+            self._slot[self] = left - owed
+            self.transport.write(_TOKEN * owed)
         else:
             del self._slot[self]
-            self.transport.write(_END)
+            self._pace.legs.end(self)
+            self.transport.write(_TOKEN * (left - 1) + _END)
 
     def _metrics(self) -> bytes:
         role = "kv_producer" if self._role == "prefill" else "kv_consumer"
@@ -163,10 +201,11 @@ def main() -> None:
     parser.add_argument("--decode", type=int, default=2)
     parser.add_argument("--first", type=float, default=0.1)
     parser.add_argument("--interval", type=float, default=0.02)
+    parser.add_argument("--catch-up", action="store_true")
     asked = parser.parse_args()
     import uvloop
 
-    uvloop.run(serve(asked.prefill, asked.decode, Pace(asked.first, asked.interval)))
+    uvloop.run(serve(asked.prefill, asked.decode, Pace(asked.first, asked.interval, asked.catch_up)))
 
 
 if __name__ == "__main__":

@@ -6,8 +6,10 @@ processor time as well as by the clock, since on a shared machine the clock meas
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -21,10 +23,18 @@ from kvxfer.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
+    from typing import TypeAlias
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PATIENCE = 60.0
 _SHORT = 5_000
+_PARTS = 5
+_FLOOD = 0.002
+"""Seconds between two tokens of a stream where more is offered than anybody takes."""
+_SLICE = 2.0
+_ENOUGH = 20
+"""Streams of one kind without which a slice of the run says nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +47,7 @@ class Load:
     first: float = 0.1
     interval: float = 0.02
     requests: int = 50_000
-    """Of the run that looks at memory."""
+    """Short ones, over which memory is looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +71,16 @@ class Running:
         raise ConfigError(f"process {self.process.pid} has ended")
 
 
+if TYPE_CHECKING:
+    Starter: TypeAlias = Callable[[dict[str, list[int]], int], AbstractContextManager[Running]]
+
+
 @contextmanager
-def engines(load: Load, interval: float | None = None) -> Iterator[dict[str, list[int]]]:
+def engines(load: Load, *, flood: bool = False) -> Iterator[dict[str, list[int]]]:
     """Two prefill and two decode engines; their ports."""
-    pace = ["--first", str(load.first), "--interval", str(load.interval if interval is None else interval)]
+    pace = ["--first", str(load.first), "--interval", str(_FLOOD if flood else load.interval)]
+    if flood:
+        pace.append("--catch-up")
     process = subprocess.Popen(
         [sys.executable, "-m", "kvxfer.bench.route.engine", *pace],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -89,6 +105,19 @@ def router(ports: dict[str, list[int]], port: int) -> Iterator[Running]:
     def ready() -> bool:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2) as answer:
             return all(one["healthy"] for one in json.load(answer)["engines"])
+
+    with _between(command, ready) as running:
+        yield running
+
+
+@contextmanager
+def bare(ports: dict[str, list[int]], port: int) -> Iterator[Running]:
+    """Bytes piped from decode engines, unread: what nobody between can save."""
+    command = [sys.executable, "-m", "kvxfer.bench.route.bare", str(port), *map(str, ports["decode"])]
+
+    def ready() -> bool:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=2) as answer:
+            return bool(answer.status == 200)  # noqa: PLR2004
 
     with _between(command, ready) as running:
         yield running
@@ -134,55 +163,136 @@ def _between(command: list[str], ready: Callable[[], bool]) -> Iterator[Running]
         process.wait()
 
 
-def generate(ports: Sequence[int], load: Load, *, requests: int = 0, tokens: int | None = None) -> dict[str, Any]:
-    """Run the load generator; what it counted, with quantiles for the times to first token."""
+def generate(
+    ports: Sequence[int], load: Load, *, beside: Sequence[int] = (), requests: int = 0, tokens: int | None = None
+) -> dict[str, Any]:
+    """Run the load generator; what it counted."""
     command = [sys.executable, "-m", "kvxfer.bench.route.load", *map(str, ports), "--streams", str(load.streams)]
     command += ["--seconds", str(load.seconds), "--tokens", str(tokens or load.tokens), "--requests", str(requests)]
-    command += ["--ramp", "0" if requests else "2"]
+    command += ["--ramp", "0" if requests else "2", "--beside", *map(str, beside)]
     counted: dict[str, Any] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    first = counted.pop("first_ms")
-    counted["first_token_ms"] = {name: quantile(first, share) for name, share in (("p50", 0.5), ("p99", 0.99))}
     return counted
 
 
-def quantile(ordered: Sequence[float], share: float) -> float | None:
-    """The quantile of values that are in order; None of none."""
-    return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else None
-
-
-def through(running: Running, port: int, load: Load) -> dict[str, Any]:
-    """The load through what runs, with its processor time."""
+def through(running: Running, port: int, load: Load, *, beside: Sequence[int] = ()) -> dict[str, Any]:
+    """The load through what runs, with its processor time; where others go ``beside``, what it adds to the first token."""
     before = running.processor
-    counted = generate([port], load)
-    used = running.processor - before
-    # The generator opens its streams for two seconds and counts after that; the proxy works for both.
-    share = counted["seconds"] / (counted["seconds"] + 2)
-    return counted | {"proxy_processor_s": used, "events_per_processor_s": counted["events"] / (used * share)}
+    counted = generate([port], load, beside=beside)
+    used = max(running.processor - before, 1 / _TICKS)
+    counted |= {"proxy_processor_s": used, "events_per_processor_s": counted["all_events"] / used}
+    first, other = counted.pop("first"), counted.pop("beside", None)
+    if other is not None:
+        counted["added_first_token_ms"] = added(first, other.pop("first"))
+        counted["straight"] = other
+    return counted
 
 
 def measure(load: Load, against: Sequence[Path], say: Callable[[str], None]) -> dict[str, Any]:
     """All of it."""
-    port = _free_port()
-    with engines(load, 0.002) as ports:
+    with engines(load, flood=True) as ports:
         limit = generate(ports["decode"], load)
+    del limit["first"]
     say(f"the generator's own limit: {limit['events_per_s']:,.0f} events a second")
-    with engines(load) as ports:
-        direct = generate(ports["decode"], load)
-        _say(say, "straight", direct)
-        result: dict[str, Any] = {"load": load_of(load), "generator_limit": limit, "direct": direct}
-        with router(ports, port) as running:
-            ours = result["router"] = through(running, port, load)
-            _say(say, "router", ours)
-            result["memory"] = memory(running, port, load, say)
-        result["upstream"] = {}
-        for script in against:
-            with upstream(script, ports, port) as running:
-                theirs = result["upstream"][script.name] = through(running, port, load)
-                _say(say, script.name, theirs)
-                theirs |= short(running, port, load, _SHORT)
-                say(f"{script.name}: {theirs['requests_per_s']:,.0f} short requests a second")
+    result: dict[str, Any] = {"load": load_of(load), "generator_limit": limit, "upstream": {}}
+    result["router"] = one(router, "router", load, load.requests, say)
+    result["leavers"] = leavers(load, say)
+    result["bare"] = one(bare, "nothing but a pipe", load, _SHORT, say)
+    for script in against:
+        start = functools.partial(upstream, script)
+        result["upstream"][script.name] = one(start, script.name, load, _SHORT, say)
     result["bounds"] = bounds(result)
     return result
+
+
+def one(start: Starter, name: str, load: Load, requests: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """What is between, under each kind of load: tokens at their pace, short requests, and more than it can take."""
+    port = _free_port()
+    with engines(load) as ports, start(ports, port) as running:
+        paced = through(running, port, load, beside=ports["decode"])
+        p50, p99 = (paced["added_first_token_ms"][share]["median"] for share in ("p50", "p99"))
+        say(
+            f"{name}: adds {p50:.1f} ms (p50) and {p99:.1f} ms (p99) to the first token; {paced['events_per_s']:,.0f} events a "
+            f"second, {paced['events_per_processor_s']:,.0f} a second of its processor time; {paced['failed']} failed"
+        )
+        few = short(running, port, load, requests, say)
+    with engines(load, flood=True) as ports, start(ports, port) as running:
+        flooded = through(running, port, load)
+    say(
+        f"{name}, flooded: {flooded['events_per_s']:,.0f} events a second, {flooded['events_per_processor_s']:,.0f} a second "
+        f"of its processor time; {flooded['failed']} failed"
+    )
+    return {"paced": paced, "short": few, "flooded": flooded}
+
+
+def leavers(load: Load, say: Callable[[str], None], requests: int = 5_000) -> dict[str, Any]:
+    """Requests through the router of which one in ten is broken off: what is left of them, and for how long.
+
+    Under ``straight`` the same with nothing between: how late an engine of this machine notices by itself.
+    """
+    port = _free_port()
+    with engines(load) as ports, router(ports, port):
+        every = [one for some in ports.values() for one in some]
+        found = _leave(port, every, load, requests)
+        found["straight"] = _leave(ports["decode"][0], every, load, requests)
+    say(
+        f"{found['left']} of {requests:,} clients left: {found['whole']:,} others whole, {found['failed']} failed, "
+        f"{found['open']} legs left open; the last leg outlived its client by {found['outlived_s']['most']:.3f} s at most "
+        f"(p50 {found['outlived_s']['p50']:.3f} s; straight {found['straight']['outlived_s']['most']:.3f} and "
+        f"{found['straight']['outlived_s']['p50']:.3f} s)"
+    )
+    return found
+
+
+def _leave(port: int, every: Sequence[int], load: Load, requests: int) -> dict[str, Any]:
+    command = [
+        sys.executable,
+        "-m",
+        "kvxfer.bench.route.leavers",
+        *map(str, (port, *every)),
+        "--requests",
+        str(requests),
+    ]
+    command += ["--longest", str(load.first + 12 * load.interval)]
+    found: dict[str, Any] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    times = found.pop("outlived_s")
+    shares = {"p50": 0.5, "p99": 0.99, "most": 1.0}
+    return found | {"outlived_s": {name: quantile(times, share) for name, share in shares.items()}}
+
+
+def added(routed: Sequence[Sequence[float]], straight: Sequence[Sequence[float]]) -> dict[str, dict[str, Any]]:
+    """How much longer the first token took, by quantile: routed less straight in each slice of the run, and their median.
+
+    The two kinds of streams ran at the same time, so what else the machine did in a slice is in both of its quantiles; and a
+    moment of trouble spoils its slice alone. Each of ``routed`` and ``straight``: when it was asked for, and the milliseconds.
+    """
+    start = min((when for when, _ in (*routed, *straight)), default=0.0)
+
+    def slices(found: Sequence[Sequence[float]]) -> dict[int, list[float]]:
+        cut: dict[int, list[float]] = {}
+        for when, took in found:
+            cut.setdefault(int((when - start) / _SLICE), []).append(took)
+        return {number: sorted(some) for number, some in cut.items() if len(some) >= _ENOUGH}
+
+    ours, theirs = slices(routed), slices(straight)
+    result: dict[str, dict[str, Any]] = {}
+    for name, share in (("p50", 0.5), ("p99", 0.99)):
+        each = [
+            quantile(ours[number], share) - quantile(theirs[number], share)
+            for number in sorted(ours)
+            if number in theirs
+        ]
+        result[name] = {
+            "median": statistics.median(each) if each else float("nan"),
+            "slices": each,
+            "routed": quantile(sorted(took for _, took in routed), share),
+            "straight": quantile(sorted(took for _, took in straight), share),
+        }
+    return result
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """The quantile of values that are in order; not a number for none."""
+    return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else float("nan")
 
 
 def load_of(load: Load) -> dict[str, float]:
@@ -190,66 +300,61 @@ def load_of(load: Load) -> dict[str, float]:
     return {name: getattr(load, name) for name in ("streams", "seconds", "tokens", "first", "interval", "requests")}
 
 
-def memory(running: Running, port: int, load: Load, say: Callable[[str], None]) -> dict[str, Any]:
-    """Resident memory over many short requests, in five parts; the first one warms up."""
-    sizes = []
-    failed = 0
-    each = load.requests // 5
-    for part in range(5):
-        counted = short(running, port, load, each)
-        failed += counted["short_failed"]
-        sizes.append(running.memory)
-        say(
-            f"{(part + 1) * each:,} short requests: {sizes[-1] / 1e6:.1f} MB, {counted['requests_per_s']:,.0f} a second, "
-            f"{counted['requests_per_processor_s']:,.0f} a second of its processor time"
+def short(
+    running: Running, port: int, load: Load, requests: int, say: Callable[[str], None] = lambda _: None
+) -> dict[str, Any]:
+    """Requests of four tokens in five parts: what a request costs apart from its tokens, and what it leaves in memory."""
+    parts: list[dict[str, Any]] = []
+    for number in range(_PARTS):
+        before = running.processor
+        counted = generate([port], load, requests=requests // _PARTS, tokens=4)
+        used = max(running.processor - before, 1 / _TICKS)
+        parts.append(
+            {
+                "requests": counted["requests"],
+                "failed": counted["failed"],
+                "requests_per_s": counted["requests"] / counted["seconds"],
+                "requests_per_processor_s": counted["requests"] / used,
+                "resident_bytes": running.memory,
+            }
         )
-    return counted | {"requests": load.requests, "failed": failed, "resident_bytes": sizes}
-
-
-def short(running: Running, port: int, load: Load, requests: int) -> dict[str, Any]:
-    """Requests of four tokens: what a request costs, apart from its tokens."""
-    before = running.processor
-    counted = generate([port], load, requests=requests, tokens=4)
+        say(
+            f"{(number + 1) * counted['requests']:,} short requests: {parts[-1]['resident_bytes'] / 1e6:.1f} MB, "
+            f"{parts[-1]['requests_per_processor_s']:,.0f} a second of its processor time"
+        )
     return {
-        "requests_per_s": counted["requests"] / counted["seconds"],
-        "requests_per_processor_s": counted["requests"] / (running.processor - before),
-        "short_failed": counted["failed"],
+        "parts": parts,
+        "failed": sum(part["failed"] for part in parts),
+        "requests_per_processor_s": statistics.median(part["requests_per_processor_s"] for part in parts),
     }
 
 
 def bounds(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """What must hold, what was measured, and whether it does."""
-    ours, direct, sizes = result["router"], result["direct"], result["memory"]["resident_bytes"]
-    added = {
-        name: (ours["first_token_ms"][name] or 0.0) - (direct["first_token_ms"][name] or 0.0) for name in ("p50", "p99")
-    }
+    ours = result["router"]
+    sizes = [part["resident_bytes"] for part in ours["short"]["parts"]]
     found: dict[str, dict[str, Any]] = {
-        "added_first_token_ms_p50": {"value": added["p50"], "most": 2.0},
-        "added_first_token_ms_p99": {"value": added["p99"], "most": 10.0},
-        "events_per_processor_s": {"value": ours["events_per_processor_s"], "least": 20_000.0},
+        "added_first_token_ms_p50": {"value": ours["paced"]["added_first_token_ms"]["p50"]["median"], "most": 2.0},
+        "added_first_token_ms_p99": {"value": ours["paced"]["added_first_token_ms"]["p99"]["median"], "most": 10.0},
+        "events_per_processor_s": {"value": ours["paced"]["events_per_processor_s"], "least": 20_000.0},
         "memory_growth_bytes": {"value": sizes[-1] - sizes[0], "most": 4e6},
-        "failed": {"value": ours["failed"] + result["memory"]["failed"], "most": 0},
+        "failed": {"value": sum(ours[kind]["failed"] for kind in ("paced", "short", "flooded")), "most": 0},
+        "legs_left_open": {"value": result["leavers"]["open"], "most": 0},
+        "leg_outlives_its_client_s": {"value": result["leavers"]["outlived_s"]["most"], "most": 1.0},
+        "failed_beside_leavers": {"value": result["leavers"]["failed"], "most": 0},
+        "generator_limit_over_flooded": {
+            "value": result["generator_limit"]["events_per_s"] / ours["flooded"]["events_per_s"],
+            "least": 1.0,
+        },
     }
     for name, theirs in result["upstream"].items():
-        ratio = ours["events_per_processor_s"] / theirs["events_per_processor_s"]
-        found[f"times_{name}_events"] = {"value": ratio, "least": 3.0}
-        ratio = result["memory"]["requests_per_s"] / theirs["requests_per_s"]
-        found[f"times_{name}_requests"] = {"value": ratio, "least": 3.0}
-    for one in found.values():
-        one["holds"] = one["value"] <= one["most"] if "most" in one else one["value"] >= one["least"]
+        for kind, rate in (("paced", "events"), ("flooded", "events"), ("short", "requests")):
+            key = f"{rate}_per_processor_s"
+            found[f"times_{name}_{kind}_{rate}"] = {"value": ours[kind][key] / theirs[kind][key], "least": 3.0}
+    for one_bound in found.values():
+        value = one_bound["value"]
+        one_bound["holds"] = value <= one_bound["most"] if "most" in one_bound else value >= one_bound["least"]
     return found
-
-
-def _say(say: Callable[[str], None], name: str, counted: dict[str, Any]) -> None:
-    first = counted["first_token_ms"]
-    more = ""
-    if "events_per_processor_s" in counted:
-        more = f", {counted['events_per_processor_s']:,.0f} a second of its processor time"
-    p50, p99 = (first[name] if first[name] is not None else float("nan") for name in ("p50", "p99"))
-    say(
-        f"{name}: first token p50 {p50:.1f} ms, p99 {p99:.1f} ms; {counted['events_per_s']:,.0f} events a second{more}; "
-        f"{counted['failed']} failed"
-    )
 
 
 def _free_port() -> int:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from kvxfer.router.openai import ApiError
 from kvxfer.router.policies.decode import has_room
 from kvxfer.router.settings import Role, RouterSettings
+from kvxfer.router.timeouts import queue_timeout
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,11 +53,13 @@ class Admission:
         settings = self._settings
         if self.queued >= settings.queue_limit:
             raise ApiError(503, f"{self.queued} requests wait for room on a decode engine already (--queue-limit)")
+        prefills = (identity for engine in self._engines.by_role[Role.PREFILL] for identity in engine.identities)
+        timeout = queue_timeout(settings, prefills)
         self.queued += 1
         try:
-            return await asyncio.wait_for(self._wait(asked, failed, skipping=skipping), settings.queue_timeout)
+            return await asyncio.wait_for(self._wait(asked, failed, skipping=skipping), timeout)
         except asyncio.TimeoutError:
-            told = f"decode leg: no decode engine had room within {settings.queue_timeout:g} s (--queue-timeout)"
+            told = f"decode leg: no decode engine had room within {timeout:g} s (--queue-timeout)"
             raise ApiError(503, told) from None
         finally:
             self.queued -= 1

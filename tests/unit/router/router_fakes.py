@@ -17,11 +17,11 @@ from kvxfer.router.settings import Mode, RouterSettings
 PATIENCE = 10.0
 
 
-def run(main):
+def run(main, limit=60):
     """Run a test's coroutine, never for ever."""
 
     async def bounded():
-        await asyncio.wait_for(main, 60)
+        await asyncio.wait_for(main, limit)
 
     asyncio.run(bounded())
 
@@ -101,6 +101,7 @@ class FakeEngine:
             "engine_id": self.engine_id,
             "role": self.role,
             "wire": "1",
+            "leg_timeout": "10",
             "model_name": 'm"q\\x',
         } | self.info
         text = ",".join(

@@ -4,6 +4,7 @@ import asyncio
 import signal
 import socket
 import sys
+from dataclasses import fields
 
 import aiohttp
 import pytest
@@ -11,8 +12,11 @@ import typer
 from router_fakes import PATIENCE, Router, free_port, pair, run
 from typer.testing import CliRunner
 
+from kvxfer.errors import ConfigError
 from kvxfer.router.command import register
+from kvxfer.router.settings import RouterSettings, flag
 
+PAIR = ["--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:2"]
 CODE = """
 import sys, typer
 from kvxfer.router.command import register
@@ -69,14 +73,54 @@ def test_serve_and_stop():
     [
         (["--prefill", "http://a:1"], "--decode"),
         (["--prefill", "http://a:1", "--decode", "b:1"], "write it like"),
-        (["--prefill", "http://a:1", "--decode", "http://b:1", "--mode", "both"], "push"),
-        (["--prefill", "http://a:1", "--decode", "http://b:1", "--request-timeout", "0"], "request_timeout"),
+        (["--prefill", "http://a:70000", "--decode", "http://b:1"], "write it like"),
+        (["--prefill", "http://u:secret@a:1", "--decode", "http://b:1"], "KVXFER_ENGINE_API_KEY"),
+        (["--prefill-dns", "a", "--decode", "http://b:1"], "write it like"),
+        ([*PAIR, "--mode", "both"], "push"),
+        ([*PAIR, "--request-timeout", "0"], "--request-timeout"),
+        ([*PAIR, "--queue-timeout", "nan"], "--queue-timeout"),
+        ([*PAIR, "--queue-timeout", "0"], "--queue-timeout"),
+        ([*PAIR, "--request-timeout", "inf"], "--request-timeout"),
+        ([*PAIR, "--rate-limit", "nan"], "--rate-limit"),
+        ([*PAIR, "--stop-delay", "inf"], "--stop-delay"),
+        ([*PAIR, "--decode-share", "nan"], "--decode-share"),
+        ([*PAIR, "--decode-share", "1.5"], "--decode-share"),
+        ([*PAIR, "--retries", "-1"], "--retries"),
+        ([*PAIR, "--port", "70000"], "--port"),
+        ([*PAIR, "--port", "-1"], "--port"),
+        ([*PAIR, "--admin-key", ""], "KVXFER_ADMIN_KEY"),
+        ([*PAIR, "--trusted-key", " "], "KVXFER_TRUSTED_KEYS"),
+        ([*PAIR, "--redis", "redis://h/0"], "KVXFER_CONVERSATION_SECRET"),
+        ([*PAIR, "--redis", "http://h:6379", "--conversation-secret", "s"], "redis://10.0.0.9"),
     ],
 )
 def test_wrong_options_are_told(options, words):
     result = command(options)
     assert result.exit_code == 2
-    assert words in result.output
+    assert words in " ".join(result.output.replace("│", " ").split())
+    assert "secret@" not in result.output
+
+
+@pytest.mark.parametrize("field", [one.name for one in fields(RouterSettings) if "float" in str(one.type)])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
+def test_no_number_is_taken_that_means_nothing(field, value):
+    with pytest.raises(ConfigError, match=flag(field)):
+        RouterSettings(("http://a:1",), ("http://b:1",), **{field: value})
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--host", "no.such.host.invalid"], "cannot listen on no.such.host.invalid"),
+        (["--engine-ca", "/no/such/file"], "--engine-ca /no/such/file cannot be used"),
+        (["--redis", "redis://h:port/0", "--conversation-secret", "s"], "--redis is no URL of a Redis server"),
+    ],
+)
+def test_what_shows_itself_at_the_start_is_told_in_one_line(options, words):
+    result = command([*PAIR, "--port", "0", *options])
+    assert result.exit_code == 1
+    assert result.output.startswith(words), result.output
+    assert isinstance(result.exception, SystemExit)
 
 
 def test_a_taken_port_is_told():

@@ -26,7 +26,11 @@ def test_a_client_that_goes_away_ends_both_legs(stream):
     run(main())
 
 
-def test_a_client_that_goes_away_in_mid_stream_ends_both_legs():
+def test_a_client_that_goes_away_in_mid_stream_ends_both_legs(monkeypatch):
+    monkeypatch.setattr(
+        "kvxfer.router.dispatch.PREFILL_GRACE", 1000.0
+    )  # that grace is for prefills whose client was served
+
     async def main():
         p, d = pair()
 

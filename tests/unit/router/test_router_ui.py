@@ -95,6 +95,7 @@ def test_the_page_shows_engines_load_and_a_waterfall(tmp_path):
         async def takes_time(call, request):
             await asyncio.sleep(0.1 if call.params.get("do_remote_prefill") else 0.05)
 
+        ds[0].info["leg_timeout"] = "45"
         for one in ds:
             one.more_info = CACHE
         for one in (*ps, *ds):
@@ -113,6 +114,7 @@ def test_the_page_shows_engines_load_and_a_waterfall(tmp_path):
             text = await tab.run("document.body.innerText")
             assert "push, decode chosen early" in text
             assert "GET /health answered 503" in text
+            assert text.count("--request-timeout 20 s is not above its leg_timeout 45 s") == 1
             assert evil in text, "an engine's words are text, never markup"
             assert await tab.run("document.querySelectorAll('img').length") == 0
             assert await tab.run("document.querySelectorAll('#engines .fill i')[0].style.width") == "40%"

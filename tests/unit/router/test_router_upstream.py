@@ -7,6 +7,8 @@ import pytest
 from router_fakes import PATIENCE, run
 from yarl import URL
 
+from kvxfer.router.connection import whole_events
+from kvxfer.router.relay import unframed
 from kvxfer.router.upstream import BadAnswer, CannotConnect, Upstream
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n7;x=y\r\n, world\r\n0\r\n\r\n"
@@ -219,21 +221,63 @@ def test_a_reader_that_is_slow_stops_the_socket():
     run(main())
 
 
-def test_a_relay_gets_every_byte_once_and_frames_where_a_chunk_came_alone():
+class Taken:
+    """A sink that writes down what it is given."""
+
+    def __init__(self):
+        self.seen = []
+        self.over = asyncio.Event()
+
+    def chunks(self, framed, count):
+        assert unframed(framed).count(b"\n\n") == count
+        self.seen.append((unframed(framed), framed))
+
+    def body(self, data):
+        self.seen.append((data, None))
+
+    def end(self):
+        assert not self.over.is_set()
+        self.over.set()
+
+
+def test_a_sink_gets_every_byte_once_and_frames_where_whole_events_came():
     async def main():
-        alone = b"6\r\nalone!\r\n"
-        parts = [CHUNKED[:-5], alone, b"3\r\nt", b"wo\r\n2\r\n", b"!!\r\n", alone + alone, b"0\r\n\r\n"]
-        async with talking(parts) as (_, post):
+        one = b"8\r\ndata: \n\n\r\n"
+        parts = [CHUNKED[:-5], one, b"3\r\nt", b"wo\r\n2\r\n", b"!!\r\n", one + one, one + b"4\r\n", b"ab\n\n\r\n", one]
+        async with talking([*parts, b"0\r\n\r\n"]) as (_, post):
             got = await post()
-            seen = []
-            over = asyncio.Event()
-            got.relay(lambda body, framed: seen.append((body, framed)), over.set)
-            await asyncio.wait_for(over.wait(), PATIENCE)
-            assert b"".join(body for body, _ in seen) == b"hello, worldalone!two!!alone!alone!"
-            assert all(framed == b"%x\r\n%b\r\n" % (len(body), body) for body, framed in seen if framed is not None)
+            taken = Taken()
+            got.relay(taken)
+            await asyncio.wait_for(taken.over.wait(), PATIENCE)
+            assert b"".join(body for body, _ in taken.seen) == b"hello, worlddata: \n\ntwo!!" + 3 * b"data: \n\n" + (
+                b"ab\n\ndata: \n\n"
+            )
+            assert b"".join(framed for _, framed in taken.seen if framed).startswith(one)
             assert got.failure is None
 
     run(main())
+
+
+@pytest.mark.parametrize(
+    ("data", "count"),
+    [
+        (b"3\r\na\n\n\r\n", 1),
+        (b"3\r\na\n\n\r\n" * 3, 3),
+        (b"2\r\n\n\n\r\n", 1),
+        (b"3\r\na\n\n\r\n3\r\na\n\n\r", 0),  # cut
+        (b"3\r\na\n\n\r\n3\r\nabc\r\n", 0),  # not at an event's end
+        (b"4\r\na\n\n\r\n", 0),  # another length
+        (b"3;x=y\r\na\n\n\r\n", 0),  # an extension: left to the reader of chunks
+        (b"0\r\n\r\n", 0),
+        (b"3\r\na\n\n\r\n0\r\n\r\n", 0),
+        (b"-4\r\n\n\n\r\n" * 2, 0),
+        (b"", 0),
+        (b"\n\n\r\n", 0),
+        (b"1" * 30, 0),
+    ],
+)
+def test_only_whole_chunks_of_whole_events_are_passed_on_as_they_are(data, count):
+    assert whole_events(data) == count
 
 
 def test_a_header_cannot_carry_another():
