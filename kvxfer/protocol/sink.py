@@ -215,10 +215,14 @@ class Sink(Ending):
                 one.asked = now
                 yield from self._send_cancel(one)
 
-    def peer_ended(self, peer: RankId) -> None:
-        """Note that the process of a source that was lost before is known to have ended."""
+    def peer_ended(self, peer: RankId, now: float) -> None:
+        """Note that the process of a source that was lost before is known to have ended.
+
+        It may have been asleep since, with writes under way, and have ended just now: what it left to the fabric still lands.
+        """
         for _, part in self._with(peer):
-            part.dead = part.lost
+            if part.lost and not part.dead:
+                part.dead, part.until = True, max(part.until, now + self.drain_bound)
 
     def peer_back(self, peer: RankId, now: float) -> Iterator[Action]:
         """Note that a source that was lost has a session again: it can say that nothing of an attempt is in flight."""

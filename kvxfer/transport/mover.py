@@ -304,7 +304,7 @@ class Mover(threading.Thread):
             case cmd.PeerLost(rank, reason, granted_until, dead):
                 self._lose(rank, reason, granted_until, now, dead=dead)
             case cmd.PeerEnded(rank):
-                self.sink.peer_ended(rank)
+                self.sink.peer_ended(rank, now)
                 self.transfers.ended_process(rank)
             case _:
                 raise LocalProtocolError(f"no handler for {command!r}")

@@ -451,7 +451,7 @@ class Linked(RuleBasedStateMachine):
     @rule()
     def sink_learns_of_a_death(self) -> None:
         for rank in self.dead:
-            self.sink.peer_ended(rank)
+            self.sink.peer_ended(rank, self.now)
 
     @precondition(lambda self: self.revoking)
     @rule()

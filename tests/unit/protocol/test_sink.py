@@ -514,9 +514,25 @@ def test_of_a_source_that_has_ended_nothing_is_revoked(learnt) -> None:
     rig.lose(granted_until=104.0, dead=learnt == "at once")
     if learnt == "later":
         assert rig.wait(4.0) == []
-        rig.sink.peer_ended(P)
-        rig.sink.peer_ended(P1)
+        rig.sink.peer_ended(P, rig.now)
+        rig.sink.peer_ended(P1, rig.now)
     assert ends(rig.wait(105.9 - rig.now)) == []
+    assert ends(rig.wait(0.11)) == ["p rank 0 is gone: silent"]
+
+
+@pytest.mark.parametrize(
+    "learnt", [5.5, 6.0, 9.0], ids=["before the fence", "when keys are to be revoked", "after that"]
+)
+def test_what_a_source_left_to_the_fabric_when_it_ended_is_waited_for(learnt) -> None:
+    """It was asleep with writes under way until just now, longer than any lease: the drain begins with its end."""
+    rig = Rig()
+    rig.push()
+    rig.lose(granted_until=104.0)
+    rig.wait(learnt)
+    rig.sink.peer_ended(P, rig.now)
+    assert ends(rig.wait(1.0)) == []
+    rig.sink.peer_ended(P, rig.now)  # told again, it has not ended again
+    assert ends(rig.wait(0.9)) == []
     assert ends(rig.wait(0.11)) == ["p rank 0 is gone: silent"]
 
 
