@@ -58,7 +58,8 @@ class Settings:
     """What is sent to each connector's pair, over all passes. Lengths in tokens.
 
     ``length_repeats`` handoffs of each of ``lengths``; ``rounds`` windows of each kind, in each of which
-    ``streams`` streams have ``stream_tokens`` tokens each.
+    ``streams`` streams have ``stream_tokens`` tokens each, again and again until ``window_prompts`` prompts were computed beside
+    them, where any are.
     """
 
     repeats: int = 50
@@ -69,6 +70,7 @@ class Settings:
     rounds: int = 4
     streams: int = 2
     stream_tokens: int = 400
+    window_prompts: int = 6
     passes: int = 2
     layers: int = 4
 
@@ -211,13 +213,17 @@ class Measurement:
         settings = self._settings
         beside: dict[str, Callable[[], Awaitable[object]]] = {"computing": self._compute, "handoffs": self._hand_over}
         begin = time.monotonic_ns()
+        enough = window.prompts + settings.window_prompts if name in beside else 0
         busy = asyncio.create_task(self._again_and_again(beside[name], window)) if name in beside else None
-        streams = [
-            self._pair.to_decode.complete(self._prompt(_STREAM_PROMPT), settings.stream_tokens)
-            for _ in range(settings.streams)
-        ]
         try:
-            await asyncio.gather(*streams)
+            while True:
+                streams = [
+                    self._pair.to_decode.complete(self._prompt(_STREAM_PROMPT), settings.stream_tokens)
+                    for _ in range(settings.streams)
+                ]
+                await asyncio.gather(*streams)
+                if window.prompts >= enough or (busy is not None and busy.done()):
+                    break
             end = time.monotonic_ns()
         finally:
             if busy is not None:
