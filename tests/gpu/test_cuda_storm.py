@@ -56,5 +56,5 @@ def test_no_wrong_token_in_a_storm(mode, tmp_path) -> None:
         router_args=["--check-interval", "0.5"],
     )
     with running(first.server, second.server, router):
-        one = Storm(first, second, router, longest=6000)
+        one = Storm(first, second, router, longest=6000, output=64)
         asyncio.run(storm(one, calm=300, struck=130, quiet_within=30))

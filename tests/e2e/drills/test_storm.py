@@ -28,5 +28,5 @@ def test_no_wrong_token_in_a_storm(mode, bench_model, tmp_path) -> None:
     )
     first, second, router = engines.make_pair(mode, prefill, decode, tmp_path, router_args=["--check-interval", "0.5"])
     with running(first.server, second.server, router):
-        one = Storm(first, second, router, longest=1200, at_once=12)
+        one = Storm(first, second, router, longest=1200, at_once=12, output=64)
         asyncio.run(storm(one, calm=60, struck=24, quiet_within=60))
