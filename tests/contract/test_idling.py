@@ -129,7 +129,7 @@ def test_decode_makes_no_steps_while_prefill_has_not_come_and_wakes_when_its_kv_
 @pytest.mark.parametrize("ahead", [False, True], ids=["synchronous", "asynchronous"])
 @pytest.mark.parametrize("mode", ["push", "pull"])
 def test_the_step_after_the_one_that_slept_computes(cores, mode, ahead) -> None:
-    """Without what ``at_once`` does, one step without work comes between, two under asynchronous scheduling."""
+    """Without what ``at_once`` does, a step without work comes between under asynchronous scheduling."""
     fabric = TwinFabric()
     p, d = cores("p", fabric, mode=mode, ahead=ahead), cores("d", fabric, mode=mode, ahead=ahead)
     tokens, scheduled = prompt(150, 1), []
