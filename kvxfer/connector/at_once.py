@@ -1,8 +1,8 @@
 """What ends the sleep of an engine that waits for KV is told to its scheduler in the very step that slept.
 
-Under asynchronous scheduling vLLM takes a step's results in only after the next one, which has nothing to compute and is followed by
-its sleep of 1 ms. It takes both halves in one process, as where an engine has one worker and no executor of processes;
-elsewhere the news takes its usual way.
+Under asynchronous scheduling vLLM takes a step's results in only after the next one, which has nothing to compute and is
+followed by its sleep of 1 ms. It takes both halves in one process, as where an engine has one worker and no executor of
+processes; elsewhere the news takes its usual way.
 
 Nothing else is told so, and nobody hears of it twice: a load that failed, and what a source has done, wait for ``get_finished``.
 """

@@ -14,13 +14,26 @@ if TYPE_CHECKING:
     from kvxfer.transport.records import HandoffRecord
 
 
+Address = Annotated[str, typer.Argument(help="HOST:PORT of an engine's control channel; [HOST]:PORT for IPv6.")]
+SecretFile = Annotated[
+    str, typer.Option(help="The file with the engines' shared secret; else KVXFER_SECRET_FILE or KVXFER_SECRET.")
+]
+
+
+def where(address: str) -> tuple[str, int]:
+    """Read the address of a control channel; end the command, with status 2 and the reason, where it is none."""
+    try:
+        return parse(address)
+    except AddressError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
+
+
 def records(
-    address: Annotated[str, typer.Argument(help="HOST:PORT of an engine's control channel; [HOST]:PORT for IPv6.")],
+    address: Address,
     *,
     last: Annotated[int, typer.Option(help="How many records of each rank.", min=1)] = 20,
-    secret_file: Annotated[
-        str, typer.Option(help="The file with the engines' shared secret; else KVXFER_SECRET_FILE or KVXFER_SECRET.")
-    ] = "",
+    secret_file: SecretFile = "",
     json: Annotated[bool, typer.Option("--json", help="One JSON object a record, a line each.")] = False,
 ) -> None:
     """Show the last handoffs of a running engine: what was moved, how long each stage took, how it ended."""
@@ -29,11 +42,7 @@ def records(
     from kvxfer.transport.query import fetch_records
     from kvxfer.transport.secret import load_secret
 
-    try:
-        host, port = parse(address)
-    except AddressError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from None
+    host, port = where(address)
     try:
         report = fetch_records(host, port, last=last, secret=load_secret(secret_file))
     except KvxferError as error:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvxfer.addresses import AddressError, parse
 from kvxfer.errors import KvxferError
+from kvxfer.transport.command import Address, SecretFile, where
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -60,25 +60,19 @@ class Seen:
 
 
 def trace(
-    address: Annotated[str, typer.Argument(help="HOST:PORT of an engine's control channel; [HOST]:PORT for IPv6.")],
+    address: Address,
     *,
     interval: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.05)] = 0.5,
     last: Annotated[int, typer.Option(help="How many handoffs of each rank to look at.", min=1)] = 20,
     once: Annotated[bool, typer.Option("--once", help="Look once, and end.")] = False,
-    secret_file: Annotated[
-        str, typer.Option(help="The file with the engines' shared secret; else KVXFER_SECRET_FILE or KVXFER_SECRET.")
-    ] = "",
+    secret_file: SecretFile = "",
     json: Annotated[bool, typer.Option("--json", help="One JSON object a change, a line each.")] = False,
 ) -> None:
     """Show the handoffs in flight on a running engine, and those just finished, as they change."""
     from kvxfer.transport.query import fetch_records
     from kvxfer.transport.secret import load_secret
 
-    try:
-        host, port = parse(address)
-    except AddressError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from None
+    host, port = where(address)
 
     def look() -> EngineReport:
         return fetch_records(host, port, last=last, secret=load_secret(secret_file))
