@@ -177,6 +177,7 @@ class Sink(Ending):
             return
         # What this process asked at is its own clock, so the end is never later than the source's, which granted later.
         part.valid_until = max(part.valid_until, message.asked + message.lease - self.lease_margin)
+        part.lease = message.lease
         if part.reading is not None:
             return
         if part.valid_until <= now:
@@ -277,7 +278,7 @@ class Sink(Ending):
                 one.looked += 1
                 if one.looked >= LOOKS:
                     yield from self._lost_notification(one)
-            elif self._renewable(one) and now - one.asked >= self.renew_after:
+            elif self._renewable(one) and now - one.asked >= self._patience(one):
                 self._step(one, Event.RENEW)
                 if one.state is State.CANCELLING:
                     one.asked = now

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ class Part:
     reading: int | None = None  # pull: our posted read
     read_at: float = 0.0  # pull: when it was posted
     valid_until: float = 0.0  # pull: what is read from this rank by then is its handoff's
+    lease: float = math.inf  # pull: seconds that the last grant gave, from when it was asked for
     released: bool = False  # pull: told that we read no more
     until: float = 0.0  # lost: when what it may have posted has landed or never will, if it posts no more
 
@@ -56,3 +58,7 @@ class SinkHandoff:
     def reading(self) -> bool:
         """Tell whether a read of ours is posted and not terminal, from any rank."""
         return any(part.reading is not None for part in self.parts.values())
+
+    def shortest_lease(self) -> float:
+        """Return the shortest lease that a rank not read to the end has granted; infinity without one."""
+        return min((part.lease for part in self.parts.values() if not part.quiet), default=math.inf)

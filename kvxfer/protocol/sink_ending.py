@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 
 NOTHING: Final = IntervalSet()
+SOONEST: Final = 0.25
 ENDING: Final = (State.CANCELLING, State.FENCING)
 
 
@@ -35,7 +36,8 @@ class Ending:
     lease_margin
         Seconds taken off a pull's lease: a read must have completed that long before its end.
     renew_after
-        Seconds after which a registration or a cancel that has not been answered is said again, and a read's lease renewed.
+        Seconds after which a registration or a cancel that has not been answered is said again, and a read's lease renewed;
+        sooner where the lease that was granted is shorter than four times that.
     transfer_limit
         Seconds after which a read that has not become terminal is stopped, by revoking this rank's keys.
     revoke
@@ -131,6 +133,10 @@ class Ending:
     @staticmethod
     def _renewable(one: SinkHandoff) -> bool:
         return one.state in (State.REGISTERED, State.READING) or (one.state is State.CANCELLING and one.mode == "push")
+
+    def _patience(self, one: SinkHandoff) -> float:
+        """Return after how many seconds it is said again; a source that grants next to nothing is not asked without end."""
+        return min(self.renew_after, max(one.shortest_lease() / 4, SOONEST))
 
     @staticmethod
     def _sealed(one: SinkHandoff) -> bool:

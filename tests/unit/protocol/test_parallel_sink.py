@@ -53,6 +53,16 @@ def test_a_rank_may_grant_when_another_has_been_read() -> None:
     assert ends(rig.read_done(2)) == [None]
 
 
+def test_the_shortest_lease_of_those_that_are_still_read_from_says_when_all_are_renewed() -> None:
+    rig = Pull()
+    rig.granted(P, lease=100.0)
+    rig.granted(P1, lease=4.0)
+    assert told(rig.wait(1.0), Register) == [P, P1]
+    rig.read_done(2)
+    assert told(rig.wait(4.9), Register) == []
+    assert told(rig.wait(0.1), Register) == [P]
+
+
 def test_a_grant_of_one_rank_is_no_lease_of_another() -> None:
     rig = Pull()
     rig.granted(P)

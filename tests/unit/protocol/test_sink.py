@@ -693,6 +693,23 @@ def test_a_renewed_lease_counts_and_an_overtaken_grant_does_not_shorten_it() -> 
     assert ends(rig.read_done()) == [None]
 
 
+@pytest.mark.parametrize(
+    ("lease", "every"), [(100.0, 5.0), (20.0, 5.0), (10.0, 2.5), (3.0, 0.75), (1.0, 0.25), (0.6, 0.25)]
+)
+def test_a_lease_is_renewed_in_a_quarter_of_what_was_granted_and_not_more_often_than_four_times_a_second(
+    lease, every
+) -> None:
+    rig = Rig()
+    rig.pull()
+    rig.grant(lease=lease)
+    for asked in (100.0, 100.0 + every):
+        assert sent(rig.wait(every - 0.01), Register) == []
+        (register,) = sent(rig.wait(0.01), Register)
+        assert (register.again, register.asked) == (True, pytest.approx(asked + every))
+        rig.grant(asked=register.asked, lease=lease)
+    assert ends(rig.read_done()) == [None], "valid, however long it took: every lease was renewed before its end"
+
+
 def test_a_grant_that_is_too_old_is_asked_for_again() -> None:
     rig = Rig()
     rig.pull()
