@@ -39,13 +39,12 @@ def demo(
     python: _Python = sys.executable,
 ) -> None:
     """Show that push and pull give the tokens of one engine alone, and that a misplaced block does not."""
-    from rich.console import Console
-
     from kvxfer.bench.demo import Demo
     from kvxfer.bench.results import write
     from kvxfer.bench.turns import Turns
+    from kvxfer.console import for_tables
 
-    console = Console()
+    console = for_tables()
     run = (Turns if multi_turn else Demo)(console, logs or _new_logs(), python)
     try:
         complaints = run.execute()
@@ -107,11 +106,10 @@ def engine(
     python: _Python = sys.executable,
 ) -> None:
     """Measure what the connector's calls cost the threads of two live engines, kvxfer's and upstream's side by side."""
-    from rich.console import Console
-
     from kvxfer.bench.cost import Settings, run
     from kvxfer.bench.cost_table import show
     from kvxfer.bench.results import write
+    from kvxfer.console import for_tables
 
     names = [name for name in f"{connectors},{against}".split(",") if name]
     with _failing_clearly():
@@ -125,7 +123,7 @@ def engine(
                 write(json, result)
 
         result = run(names, logs or _new_logs(), python, settings, say=typer.echo, keep=keep)
-    show(Console(), result)
+    show(for_tables(), result)
 
 
 @bench.command()
@@ -140,11 +138,10 @@ def stream(
     python: _Python = sys.executable,
 ) -> None:
     """Measure what push moves before a prompt is computed, and how soon the rest; fails where a bound does not hold."""
-    from rich.console import Console
-
     from kvxfer.bench.results import write
     from kvxfer.bench.stream import Settings, run
     from kvxfer.bench.stream_report import show
+    from kvxfer.console import for_tables
 
     names = ["push", *([against] if against else [])]
     with _failing_clearly():
@@ -152,7 +149,7 @@ def stream(
         result = run(names, logs or _new_logs(), python, settings, say=typer.echo)
         if json is not None:
             write(json, result)
-    show(Console(), result)
+    show(for_tables(), result)
     if not all(bound["holds"] for bound in result["bounds"]):
         raise typer.Exit(1)
 

@@ -55,19 +55,25 @@ def records(
     _show(report)
 
 
+_COLUMNS = (
+    "handoff", "rank", "side", "mode", "tokens", "bytes", "descriptors", "expected→ registered", "registered→ first post",
+    "first post→ last byte", "expected→ released", "outcome",
+)  # fmt: skip
+
+
 def _show(report: EngineReport) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from kvxfer.console import for_tables
 
     def span(record: HandoffRecord, start: str, end: str) -> str:
         first, second = getattr(record.times, start), getattr(record.times, end)
         return "" if first is None or second is None else f"{(second - first) * 1000:,.1f}"
 
     table = Table(title=f"{report.engine}: handoffs, oldest first; times in ms")
-    for name in ("handoff", "rank", "side", "mode", "tokens", "bytes", "descriptors", "expected→registered"):
-        table.add_column(name, justify="right" if name not in ("handoff", "side", "mode") else "left")
-    for name in ("registered→first post", "first post→last byte", "expected→released", "outcome"):
-        table.add_column(name, justify="left" if name == "outcome" else "right")
+    for name in _COLUMNS:
+        left = name in ("handoff", "side", "mode", "outcome")
+        table.add_column(name, justify="left" if left else "right", overflow="fold")
     for record in report.records:
         outcome = (
             record.outcome if record.outcome == "done" or not record.reason else f"{record.outcome}: {record.reason}"
@@ -86,7 +92,7 @@ def _show(report: EngineReport) -> None:
             span(record, "expected", "released"),
             outcome,
         )
-    console = Console()
+    console = for_tables()
     console.print(table)
     counted = {name: count for name, count in report.counters.items() if name.startswith("reuse_") and count}
     if counted:

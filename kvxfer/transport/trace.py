@@ -166,7 +166,9 @@ def table(report: EngineReport) -> Table:
     in_flight = sum(one.open for one in handoffs)
     made = Table(title=f"{report.engine}: {in_flight} in flight, {len(handoffs) - in_flight} finished before them")
     for name in ("handoff", "rank", "side", "mode", "stage", "ms", "tokens", "bytes moved", "of", "peer"):
-        made.add_column(name, justify="right" if name in ("rank", "ms", "tokens", "bytes moved", "of") else "left")
+        made.add_column(
+            name, justify="right" if name in ("rank", "ms", "tokens", "bytes moved", "of") else "left", overflow="fold"
+        )
     for one in handoffs:
         record = one.record
         made.add_row(

@@ -15,13 +15,14 @@ MODULES = sorted([*ROOT.glob("kvxfer/**/*.py"), *ROOT.glob("platforms/**/*.py")]
 
 ERRORS = "kvxfer.errors"
 ADDRESSES = "kvxfer.addresses"
+CONSOLE = "kvxfer.console"
 # What each part may import of kvxfer, beside itself. A prefix stands for all that is below it.
 MAY_IMPORT = {
     "kvxfer/protocol/": {ERRORS},
     "kvxfer/layout/": {ERRORS},
     "kvxfer/rails/": {ERRORS},
     "kvxfer/platform.py": {ERRORS, "kvxfer.layout"},
-    "kvxfer/transport/": {ERRORS, ADDRESSES, "kvxfer.protocol", "kvxfer.layout", "kvxfer.platform"},
+    "kvxfer/transport/": {ERRORS, ADDRESSES, CONSOLE, "kvxfer.protocol", "kvxfer.layout", "kvxfer.platform"},
     "kvxfer/config.py": {ERRORS, ADDRESSES, "kvxfer.protocol"},
     "kvxfer/connector/": {
         ERRORS,
@@ -50,7 +51,15 @@ MAY_IMPORT = {
         "kvxfer.connector.taking_back",
     },
     # The bench measures the transport, and looks at engines from outside as an operator does.
-    "kvxfer/bench/": {ERRORS, ADDRESSES, "kvxfer.protocol", "kvxfer.layout", "kvxfer.transport", "kvxfer.rails"},
+    "kvxfer/bench/": {
+        ERRORS,
+        ADDRESSES,
+        CONSOLE,
+        "kvxfer.protocol",
+        "kvxfer.layout",
+        "kvxfer.transport",
+        "kvxfer.rails",
+    },
     # Measures the router, and its policies.
     "kvxfer/bench/route/": {ERRORS, "kvxfer.bench", "kvxfer.router"},
     # A demonstration of wrong KV overrides what a connector registers.
@@ -62,6 +71,7 @@ MAY_IMPORT = {
     "kvxfer/doctor/": {ERRORS, "kvxfer.transport", "kvxfer.rails"},
     "kvxfer/errors.py": set(),
     "kvxfer/addresses.py": set(),
+    "kvxfer/console.py": set(),
     "kvxfer/__init__.py": set(),
     "platforms/": {ERRORS, "kvxfer.platform", "kvxfer.layout", "kvxfer.rails"},
 }

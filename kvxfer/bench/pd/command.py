@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from kvxfer.bench.pd.arms import Arm
     from kvxfer.bench.pd.sitting import Findings, Settings
 
-_WIDTH = 160  # of tables that go to a file
 _ARMS = "alone,push,pull,upstream-push,upstream-pull"
 
 
@@ -108,15 +107,14 @@ def pd(
     ] = sys.executable,
 ) -> None:
     """Compare pairs under kvxfer's and vLLM's own connectors with one engine alone: the same requests, taking turns."""
-    from rich.console import Console
-
     from kvxfer.bench import shapes
     from kvxfer.bench.machine import versions
     from kvxfer.bench.pd import arms as arms_module
     from kvxfer.bench.pd import points, sitting, tables
     from kvxfer.bench.pd import verify as verify_module
+    from kvxfer.console import for_tables
 
-    console = Console() if sys.stdout.isatty() else Console(width=_WIDTH)
+    console = for_tables()
     try:
         if trace not in points.TRACES:
             raise ConfigError(f"--trace {trace!r} is none of {', '.join(points.TRACES)}")
