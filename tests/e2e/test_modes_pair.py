@@ -78,7 +78,9 @@ def test_the_engines_are_in_these_modes(both: Pair) -> None:
             assert set(re.findall(r"\(ApiServer_(\d) pid=", engine.server.log.read_text())) == {"0", "1"}
             async with Client(engine.url) as client:
                 text = await client.metrics()
-                for _ in range(100):  # the router's probe is an engine's first step, and only a step tells how much room there is
+                for _ in range(
+                    100
+                ):  # the router's probe is an engine's first step, and only a step tells how much room there is
                     if "kvxfer_reclaimable_tokens{" in text:
                         break
                     await asyncio.sleep(0.1)
