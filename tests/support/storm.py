@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import random
 import re
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -152,15 +153,27 @@ def _value(pattern: re.Pattern[str], metrics: str) -> float:
 
 async def storm(one: Storm, *, calm: int, struck: int, quiet_within: float) -> None:
     """Blow, kill decode, kill prefill, and hold every answer against one engine's."""
+    began = time.monotonic()
+
+    def over(phase: str) -> str:
+        told = (
+            f"{len(one.answered)} answers, {one.left} left, {len(one.failed)} failed, {one.preemptions}, {one.outcomes}"
+        )
+        print(f"{phase} over after {time.monotonic() - began:.0f} s: {told}", flush=True)
+        return told
+
     await one.blow(calm, leaving=0.25)
+    over("calm")
     await one.blow(struck, strike=lambda: kill_and_start(one.decode))
+    over("decode killed")
     await one.blow(struck, strike=lambda: kill_and_start(one.prefill))
+    over("prefill killed")
     await one.quiet(quiet_within)
-    told = f"{len(one.answered)} answers, {one.left} left, {len(one.failed)} failed, {one.preemptions}, {one.outcomes}"
-    assert await one.wrong() == [], told
+    wrong = await one.wrong()
+    told = over("all compared")
+    assert wrong == [], told
     assert one.left >= calm // 8, told
     assert len(one.answered) + one.left == calm + 2 * struck, told
     assert sum(one.preemptions.values()) > 0, f"the caches were not too small: {told}"
     assert one.outcomes.get("done", 0) > 0, told
     assert sum(count for outcome, count in one.outcomes.items() if outcome != "done") > 0, f"nothing was struck: {told}"
-    print(told)
