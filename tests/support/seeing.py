@@ -112,21 +112,20 @@ def _weights(recipe: model.Recipe) -> Iterator[tuple[str, Any]]:
 
 def _language(recipe: model.Recipe, matrix: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
     """The benches' weights as a Llama's, with rows for the added tokens, which no answer has (their logits are 0)."""
+    added = {
+        "embed_tokens": matrix(len(ADDED), recipe.hidden, recipe.embedding_scale * recipe.hidden**0.5),
+        "lm_head": np.zeros((len(ADDED), recipe.hidden), np.float32),
+    }
     sides: dict[str, Any] = {}
     for name, weight in recipe.weights():
         part = name.split(".")[-2]
-        if part == "lm_head":
-            yield name, np.concatenate([weight, np.zeros((len(ADDED), recipe.hidden), np.float32)])
-            continue
+        here = name.replace("model.", "model.text_model.", 1)
         if part in ("q_norm", "k_norm"):  # Llama normalises neither, so the sharpness goes into what makes them.
-            sides[part[0]] = weight[0]
-            continue
-        if part in ("q_proj", "k_proj"):
-            weight = weight * sides[part[0]]
-        elif part == "embed_tokens":
-            added = matrix(len(ADDED), recipe.hidden, recipe.embedding_scale * recipe.hidden**0.5)
-            weight = np.concatenate([weight, added])
-        yield name.replace("model.", "model.text_model.", 1), weight
+            sides[part.replace("norm", "proj")] = weight[0]
+        elif part in added:
+            yield here, np.concatenate([weight, added[part]])
+        else:
+            yield here, weight * sides[part] if part in sides else weight
 
 
 def _write(directory: Path, name: str, value: dict[str, Any]) -> None:
