@@ -1,8 +1,9 @@
 """The benches' model with eyes: a small Idefics3, so that vLLM's CPU build runs multimodal prompts without torchvision.
 
-An image of 64 × 64 is four tiles and the whole, each of 4 tokens after those that name it (vLLM counts no tokens for an image
-that is not split). The language model is the benches' own (``kvxfer.bench.model``) as a Llama, whose answers depend on
-everything before them; the weights of the rest are random and strong enough for another image to change every answer.
+An image of 64 × 64 is four tiles and the whole, each of 4 tokens after those that name it. It has to be split, since transformers
+5.24 counts no tile of one that is not, and vLLM goes by that count. The language model is the benches' own
+(``kvxfer.bench.model``) as a Llama, whose answers depend on everything before them; the weights of the rest are random and
+strong enough for another image to change every answer.
 """
 
 from __future__ import annotations
