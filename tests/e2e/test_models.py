@@ -237,7 +237,7 @@ class ConvolutionRecipe(Recipe):
     def config(self) -> dict[str, object]:
         kinds = ["conv", "full_attention", "conv", "conv"]
         changes = {"architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "layer_types": kinds, "norm_eps": 1e-6}
-        changes |= {"conv_L_cache": 3, "conv_bias": False, "conv_dim": self.hidden, "block_dim": self.hidden}
+        changes |= {"conv_L_cache": 4, "conv_bias": False, "conv_dim": self.hidden, "block_dim": self.hidden}
         changes |= {"block_multiple_of": 32, "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": False}
         return super().config() | changes
 

@@ -38,20 +38,7 @@ UNEQUAL: Final[Mapping[str, tuple[int, int]]] = {"mha": (128, 32), "gqa": (32, 1
 SKIPPED: Final[Mapping[str, str]] = {}
 """Cells that vLLM itself cannot start, and its own error text, which the cell's run asks for."""
 
-UNREACHED: Final[frozenset[str]] = frozenset(
-    {
-        "0.29.0-0.32.0_pull_1-1_hybrid_equal",
-        "0.32.0_push_2-1_hybrid_unequal",
-        "0.32.0-0.29.0_push_1-2_gqa_equal",
-        "0.32.0_pull_1-1_gqa_equal",
-        "0.29.0-0.32.0_push_1-2_mha_unequal",
-        "0.29.0-0.32.0_push_2-1_gqa_equal",
-        "0.32.0-0.29.0_push_1-1_hybrid_unequal",
-        "0.29.0_push_1-2_hybrid_equal",
-        "0.32.0_push_1-2_mha_equal",
-        "0.29.0_push_2-1_mha_equal",
-    }
-)
+UNREACHED: Final[frozenset[str]] = frozenset()
 """Cells that the committed run has not come to: none, or that run was cut short, and the page says so."""
 
 
