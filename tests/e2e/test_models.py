@@ -66,16 +66,6 @@ class Kind:
             return "latent"
         return "draft" if self.draft else "fp8" if FP8 in self.args else "gqa"
 
-    @property
-    def prompts(self) -> tuple[int, ...]:
-        """The lengths that are asked.
-
-        CPU_MLA computes a prompt in another order than a single token behind what is cached, so that its last bits differ
-        where a handoff leaves the last token to compute. The few tokens of a model that has seen two and repeats itself tell
-        them apart; they would tell nothing of the KV.
-        """
-        return tuple(n for n in PROMPTS if n != VERY_SHORT) if isinstance(self.recipe, LatentRecipe) else PROMPTS
-
 
 KINDS = {
     "latent-push": Kind("push", LatentRecipe(), (LATENT, LATENT)),
@@ -178,34 +168,50 @@ def started(request, run, tmp_path_factory) -> Iterator[Started]:
             record(run, second, version, kind.cache, ranks=kind.ranks[1])
 
 
-def test_prompts_of_many_lengths(started: Started) -> None:
-    """The reference is decode's engine, asked directly before anything is handed to it: of the same ranks, cache and drafts."""
+async def references(started: Started) -> dict[int, tuple[list[int], tuple[int, ...]]]:
+    """By length: a prompt, and what decode's engine answers alone, before anything is handed to it: of the same ranks, cache, drafts.
 
+    vLLM's CPU_MLA computes a prompt by one kernel and a token behind what is cached by another, which on 0.29 and 0.32 disagree
+    by tenths of a logit: alone, an engine does not go on with its own answer as it began it. Decode computes a prompt's last token
+    behind what was handed over, so the reference must do so as well. A latent's prompt ends with a token that the engine has
+    found itself, and its answer is what came after that.
+    """
+    latent = isinstance(started.kind.recipe, LatentRecipe)
+    found = {}
+    async with Client(started.pair.decode.url, timeout=600) as client:
+        for length in PROMPTS:
+            found_itself = latent and length > 1
+            tokens = prompt(length - found_itself, 40 + length)
+            answer = (await client.complete(tokens, 12 + found_itself, stream=False)).token_ids
+            found[length] = ([*tokens, *answer[:found_itself]], answer[found_itself:])
+    return found
+
+
+def test_prompts_of_many_lengths(started: Started) -> None:
     async def go() -> None:
         pair, kind = started.pair, started.kind
-        async with Client(pair.decode.url, timeout=600) as client:
-            expected = [(await client.complete(prompt(n, 40 + n), 12, stream=False)).token_ids for n in kind.prompts]
-        assert len(set(expected)) == len(kind.prompts)
-        for length, answer in zip(
-            kind.prompts, expected, strict=True
-        ):  # after a token or two a model may well repeat itself
+        expected = await references(started)
+        assert len({answer for _, answer in expected.values()}) == len(PROMPTS)
+        for length, (_, answer) in expected.items():  # after a token or two a model may well repeat itself
             assert len(set(answer)) >= MIN_DISTINCT or length <= VERY_SHORT, (length, answer)
         alone = await accepted(pair.decode.url)
         async with Client(pair.router.url, timeout=600) as client:
-            for length, answer in zip(kind.prompts, expected, strict=True):
-                assert (await client.complete(prompt(length, 40 + length), 12)).token_ids == answer, length
+            for length, (tokens, answer) in expected.items():
+                assert (await client.complete(tokens, 12)).token_ids == answer, length
             both = await accepted(pair.decode.url)
-            answers = await asyncio.gather(*(client.complete(prompt(n, 40 + n), 12) for n in kind.prompts))
-        assert [answer.token_ids for answer in answers] == expected
+            answers = await asyncio.gather(*(client.complete(tokens, 12) for tokens, _ in expected.values()))
+        assert [one.token_ids for one in answers] == [answer for _, answer in expected.values()]
         if kind.draft:
-            # The draft model is the model itself, so that whatever it lacks of its own KV costs tokens that are taken.
-            for taken, offered in (alone, tuple(map(operator.sub, both, alone))):
-                assert taken > 0.9 * offered > 0, (alone, both)
+            # The draft model is the model itself, so that whatever it lacks of its own KV costs tokens that are taken. 0.32 wastes
+            # the first proposal after a step that computes one token behind what is cached, as it does alone after a prefix hit.
+            wasted = 3 * sum(n > 1 for n in PROMPTS) if kind.newer else 0
+            for (taken, offered), waste in ((alone, 0), (tuple(map(operator.sub, both, alone)), wasted)):
+                assert taken > 0.9 * (offered - waste) > 0, (alone, both)
 
     asyncio.run(go())
     kind, sides = started.kind, [started.records(side) for side in (0, 1)]
     handoffs = {one.handoff for one in sides[1]}
-    assert len(handoffs) == 2 * sum(n > 1 for n in kind.prompts)
+    assert len(handoffs) == 2 * sum(n > 1 for n in PROMPTS)
     for records, ranks in zip(sides, (kind.ranks[0] * kind.stages, kind.ranks[1]), strict=True):
         taken = [one for one in records if one.handoff in handoffs]
         assert {one.rank for one in taken} == set(range(ranks))
@@ -221,7 +227,7 @@ def test_all_that_is_cached_of_a_prompt_is_moved(started: Started) -> None:
     item = 1 if FP8 in kind.args else 4
     layers = 2 if kind.draft else 1
     replicas = kind.ranks[1] if isinstance(kind.recipe, LatentRecipe) else 1
-    expected = sum(-(-(n - 1) // block) * block for n in kind.prompts) * 2 * kind.recipe.kv_bytes_per_token(item)
+    expected = sum(-(-(n - 1) // block) * block for n in PROMPTS) * 2 * kind.recipe.kv_bytes_per_token(item)
     assert sum(record.bytes for record in records) == expected * layers * replicas
 
 
