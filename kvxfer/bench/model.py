@@ -106,8 +106,8 @@ class Recipe:
 
     @property
     def digest(self) -> str:
-        """Twelve hex digits over the recipe, the config that it makes, the corpus and the version of this code."""
-        text = json.dumps([RECIPE_VERSION, asdict(self), self.config(), corpus.TEXT, CHAT_TEMPLATE], sort_keys=True)
+        """Twelve hex digits over the recipe, the corpus and the version of this code."""
+        text = json.dumps([RECIPE_VERSION, asdict(self), corpus.TEXT, CHAT_TEMPLATE], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def kv_bytes_per_token(self, element_bytes: int = 4) -> int:

@@ -238,7 +238,7 @@ def test_all_that_is_cached_of_a_prompt_is_moved(started: Started) -> None:
 class ConvolutionRecipe(Recipe):
     """LFM2's shape, of whose layers one attends and the others keep a state: to vLLM a Mamba hybrid. Its weights are not needed."""
 
-    name: str = "shape-lfm2"
+    name: str = "shape-lfm2-of-four"
 
     def config(self) -> dict[str, object]:
         kinds = ["conv", "full_attention", "conv", "conv"]
