@@ -114,6 +114,10 @@ def handoffs(pair: Pair) -> list[str]:
     return [record.outcome for record in pair.records(pair.decode)]
 
 
+SEEDS = {"router": 6, "proxy": 8}
+"""vLLM's random prompts count upwards from a random token, and those of some seeds (5 and 6) have a prompt in common here."""
+
+
 @pytest.mark.parametrize("through", ["router", "proxy"])
 def test_vllm_bench_serve(pair: Pair, through: str, tmp_path: Path) -> None:
     """vLLM's own load, at 4 a second: nothing fails, and each of its prompts was handed over."""
@@ -121,7 +125,7 @@ def test_vllm_bench_serve(pair: Pair, through: str, tmp_path: Path) -> None:
     def load(url: str) -> None:
         raw = vllm_serve.measure(
             pair.prefill.spec.python,
-            qps=4.0, input_tokens=200, output_tokens=8, requests=12, seed=len(through), url=url,
+            qps=4.0, input_tokens=200, output_tokens=8, requests=12, seed=SEEDS[through], url=url,
             model=str(pair.prefill.spec.model), served_model_name=MODEL_NAME, warm_up=1,
         )  # fmt: skip
         assert raw["completed"] == 12
