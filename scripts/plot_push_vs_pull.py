@@ -89,6 +89,11 @@ def main() -> int:
     except results.ResultsError as error:
         print(error, file=sys.stderr)
         return 1
+    except ModuleNotFoundError as error:
+        print(
+            f"{error.name} is not installed where {sys.executable} looks: pip install 'kvxfer[bench]'", file=sys.stderr
+        )
+        return 1
     print(out)
     return 0
 

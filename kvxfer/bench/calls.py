@@ -42,6 +42,9 @@ METADATA: Final = "(metadata pickled and read)"
 NOTHING: Final = "(nothing)"
 """Not a hook: an empty function, counted once a step."""
 
+THREAD: Final = "(the whole thread)"
+"""Not a hook either: all processor time of the engine's thread, whoever's it is; in no sum."""
+
 _HEADER: Final = 16384
 _SUFFIX: Final = ".calls"
 _CELL: Final = struct.Struct("qq")
@@ -84,11 +87,17 @@ class Reading:
         each = {part: tally.ns / tally.calls for part, tally in nothing.items()}
         return Reading(
             {
-                (part, method): Tally(tally.calls, max(0.0, tally.ns - tally.calls * each.get(part, 0.0)))
+                (part, method): tally
+                if method == THREAD
+                else Tally(tally.calls, max(0.0, tally.ns - tally.calls * each.get(part, 0.0)))
                 for (part, method), tally in self.tallies.items()
                 if method != NOTHING
             }
         )
+
+    def threads(self) -> float:
+        """Processor time of the engine's threads, in microseconds."""
+        return sum(one.ns / 1e3 for (_, method), one in self.tallies.items() if method == THREAD)
 
     def calls(self, part: str, method: str) -> int:
         """How often a part's method was called."""
@@ -96,7 +105,7 @@ class Reading:
 
     def microseconds(self, part: str | None = None, *, but: Iterable[str] = ()) -> float:
         """Processor time of a part, or of all, without the methods named in ``but``."""
-        left_out = set(but)
+        left_out = {*but, THREAD}
         return sum(
             one.ns / 1e3
             for (of, method), one in self.tallies.items()
@@ -108,8 +117,9 @@ class Counters:
     """The file of counters of one process: ``directory/<part>-<pid>.calls``. ``methods`` are all that can be counted."""
 
     def __init__(self, directory: Path, part: str, methods: Iterable[str]) -> None:
-        self._at = {name: number * 2 for number, name in enumerate((*methods, NOTHING))}
+        self._at = {name: number * 2 for number, name in enumerate((*methods, NOTHING, THREAD))}
         self._busy = [False]
+        self._thread_at: int | None = None
         self.toll_ns, self.around_ns = tolls()
         header = {"part": part, "methods": list(self._at), "toll_ns": self.toll_ns, "around_ns": self.around_ns}
         text = json.dumps(header).encode()
@@ -126,6 +136,13 @@ class Counters:
         self._cells = memoryview(self._map)[_HEADER:].cast("q")
         self.nothing = self.count(NOTHING, _nothing)
         """To be called once a step."""
+
+    def thread(self) -> None:
+        """Count the calling thread's time since the last call. To be called once a step, by the engine's thread."""
+        now = time.thread_time_ns()
+        if self._thread_at is not None:
+            self.add(THREAD, now - self._thread_at)
+        self._thread_at = now
 
     def count(self, method: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that does the same and is counted under that method's name."""

@@ -12,7 +12,11 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-PALETTE: Final = ("#0b6e99", "#d9730d", "#0f7b6c", "#ad1a72", "#6940a5", "#64473a", "#dfab01", "#868d95")
+PALETTE: Final = (
+    "#0b6e99", "#d9730d", "#0f7b6c", "#ad1a72", "#6940a5", "#64473a", "#dfab01", "#868d95",
+    "#9ecae1", "#f28e8e", "#7fb800", "#c5a3e0", "#1f2d7a", "#2b2b2b", "#00b3b3", "#e6d5b8",
+)  # fmt: skip
+"""As many as a request has stages, in both modes: two parts of one chart never look alike."""
 """Told apart by most readers, and in print by their lightness."""
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP, _RIGHT = 640, 300, 62, 44, 30, 26

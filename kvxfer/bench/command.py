@@ -93,7 +93,9 @@ def idle(
 def engine(
     *,
     json: _Json = None,
-    connectors: Annotated[str, typer.Option(help="kvxfer's connectors, comma-separated.")] = "push,pull",
+    connectors: Annotated[
+        str, typer.Option(help="kvxfer's connectors, comma-separated; push:recording writes records, too.")
+    ] = "push,pull",
     against: Annotated[str, typer.Option(help="Upstream's, likewise; empty for none.")] = "upstream-push,upstream-pull",
     repeats: Annotated[int, typer.Option(help="Handoffs of one length, all passes together.", min=2)] = 50,
     prompt: Annotated[int, typer.Option(help="That length in tokens.", min=1)] = 4096,

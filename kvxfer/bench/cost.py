@@ -30,13 +30,13 @@ from typing import TYPE_CHECKING, Any
 
 from kvxfer.bench import spans
 from kvxfer.bench.calls import DIRECTORY, SCHEDULER, STEP, headers, read
-from kvxfer.bench.cost_report import SIDES, as_json, side, spread, verdicts
+from kvxfer.bench.cost_report import RECORDING, SIDES, as_json, side, spread, verdicts
 from kvxfer.bench.engines import UPSTREAM_PREFIX, make_engine, named_connector, named_pair
 from kvxfer.bench.handoffs import Pair
 from kvxfer.bench.model import Recipe, build, prompt_tokens
 from kvxfer.bench.process import free_ports, running
 from kvxfer.bench.results import report
-from kvxfer.errors import KvxferError
+from kvxfer.errors import ConfigError, KvxferError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -251,8 +251,11 @@ class Measurement:
 
 
 def specs_for(connector: str, model: Path, python: str) -> tuple[EngineSpec, EngineSpec]:
-    """Return a pair with the connector of that name, counted."""
-    return named_pair(connector, model, python=python, connector_module=_MODULE, dtype="bfloat16")
+    """Return a pair with the connector of that name, counted. Raises ConfigError for an option that there is not."""
+    name, _, option = connector.partition(":")
+    if option not in ("", RECORDING) or (option and name.startswith(UPSTREAM_PREFIX)):
+        raise ConfigError(f"connector {connector!r}: behind a colon is {RECORDING!r}, of kvxfer's own connectors")
+    return named_pair(name, model, python=python, connector_module=_MODULE, dtype="bfloat16")
 
 
 def run(
@@ -314,13 +317,25 @@ def _live(
     """Bring one pair up, measure what is left to be measured, and take it down."""
     counters = {where: logs / "calls" / where for where in SIDES}
     ports = free_ports(4)
+    name, _, records = connector.partition(":")
     first, second = (
-        make_engine(dataclasses.replace(spec, environment={DIRECTORY: str(counters[where])}), logs, ports[at : at + 2])
+        make_engine(
+            dataclasses.replace(
+                spec,
+                environment={DIRECTORY: str(counters[where])},
+                connector_config={
+                    **spec.connector_config,
+                    **({"records_dir": str(logs / "records")} if records else {}),
+                },
+            ),
+            logs,
+            ports[at : at + 2],
+        )
         for where, spec, at in (("prefill", prefill, 0), ("decode", decode, 2))
     )
 
     async def measure() -> None:
-        async with Pair(named_connector(connector)[0], first, second) as pair:
+        async with Pair(named_connector(name)[0], first, second) as pair:
             await Measurement(pair, counters, settings, findings, seed).execute()
 
     with running(first.server, second.server):

@@ -11,7 +11,7 @@ import statistics
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from kvxfer.bench.calls import METADATA, SCHEDULER, STEP, WORKER, Tally
+from kvxfer.bench.calls import METADATA, SCHEDULER, STEP, THREAD, WORKER, Tally
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -19,9 +19,15 @@ if TYPE_CHECKING:
     from kvxfer.bench.calls import Reading
 
 SIDES: Final = ("decode", "prefill")
-OF_PULL, OF_PUSH_STEP, GROWTH, SLOWDOWN = 0.2, 0.6, 1.3, 1.1
-"""The bounds: a request's time by upstream pull's, a step's by upstream push's, the longest prompt's by the shortest's, and the
-median time between tokens (or of a step of prefill) with handoffs by that without."""
+OF_PULL, OF_PUSH_STEP, GROWTH, SLOWDOWN, RECORDED = 0.2, 0.6, 1.3, 1.1, 0.01
+"""The bounds: a request's time by upstream pull's, a step's by upstream push's, the longest prompt's by the shortest's, the
+median time between tokens (or of a step of prefill) with handoffs by that without, and what recording takes of a request's time
+in the engine's threads by all that they do for it."""
+
+RECORDING: Final = "recording"
+"""Behind a connector's name (``push:recording``): with ``records_dir`` set."""
+
+_STATS: Final = "get_kv_connector_stats"
 
 
 def side(requests: Sequence[Reading]) -> dict[str, Any]:
@@ -40,6 +46,7 @@ def side(requests: Sequence[Reading]) -> dict[str, Any]:
         "metadata_us_per_request": _mean(
             one.microseconds() - one.microseconds(but=(METADATA,)) for one in requests
         ),
+        "threads_us_per_request": _mean(one.threads() for one in requests),
         "calls": list(_calls(requests)),
     }  # fmt: skip
 
@@ -49,6 +56,8 @@ def _calls(requests: Sequence[Reading]) -> Iterator[dict[str, Any]]:
     sums: dict[tuple[str, str], Tally] = {}
     for one in requests:
         for key, tally in one.tallies.items():
+            if key[1] == THREAD:
+                continue
             sums[key] = sums.get(key, Tally()) + tally
     for (part, call), tally in sorted(sums.items(), key=lambda item: -item[1].ns):
         yield {
@@ -88,7 +97,19 @@ def verdicts(connectors: Mapping[str, Mapping[str, Any]]) -> list[Verdict]:
     for name, one in connectors.items():
         if not name.startswith("upstream-"):
             found += [Verdict(name, *bound) for bound in _bounds(one, connectors)]
+            plain, _, option = name.partition(":")
+            if option == RECORDING and plain in connectors:
+                found += [Verdict(name, *bound) for bound in _recording(one, connectors[plain])]
     return found
+
+
+def _recording(one: Mapping[str, Any], plain: Mapping[str, Any]) -> Iterator[tuple[str, float, float]]:
+    """What is always recorded, for the metrics, and what the setting adds: of medians, since a mean shows more of the machine."""
+    for where in SIDES:
+        always = sum(call["us_per_request"] for call in plain[where]["calls"] if call["call"] == _STATS)
+        recorded, not_recorded = (of[where]["us_per_request"]["median"] for of in (one, plain))
+        added = _ratio(always + max(0.0, recorded - not_recorded), plain[where]["threads_us_per_request"])
+        yield f"{where}, recording, by all that the engine's threads do", added, RECORDED
 
 
 def _bounds(one: Mapping[str, Any], others: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, float, float]]:

@@ -74,6 +74,10 @@ def sum_rows(connectors: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str,
             *(f"{one['mean']:,.0f} ({one['median']:,.0f}, {one['p90']:,.0f})" for one in of),
         )
         yield (
+            f"{where}: all that the threads do, µs a request",
+            *(f"{one[where]['threads_us_per_request']:,.0f}" for one in connectors.values()),
+        )
+        yield (
             f"{where}: steps a request × µs a step",
             *(f"{one[where]['steps_per_request']:,.0f} × {one[where]['us_per_step']}" for one in connectors.values()),
         )

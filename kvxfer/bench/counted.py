@@ -70,6 +70,7 @@ class _Counted:
 
     def _then_pickle(self, build: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def build_and_pickle(scheduler_output: Any) -> Any:
+            self._counters.thread()
             self._counters.nothing()
             metadata = build(scheduler_output)
             start = time.thread_time_ns()
@@ -81,6 +82,7 @@ class _Counted:
 
     def _after_nothing(self, hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def nothing_and_hook(*args: Any) -> Any:
+            self._counters.thread()
             self._counters.nothing()
             found = hook(*args)
             self._spans.end()

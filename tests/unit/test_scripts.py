@@ -342,3 +342,14 @@ def test_pictures_are_drawn(tmp_path, script, options) -> None:
     assert done.returncode == 0, done.stderr
     assert out.read_bytes().startswith(b"\x89PNG")
     assert out.stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("script", ["plot_push_vs_pull", "plot_multiturn"])
+def test_without_what_plots_they_say_what_to_install(tmp_path, script) -> None:
+    (tmp_path / "matplotlib.py").write_text("raise ModuleNotFoundError(name='matplotlib')")
+    command = [sys.executable, str(SCRIPTS / f"{script}.py"), "--results-dir", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
+    assert "matplotlib is not installed" in done.stderr
+    assert "kvxfer[bench]" in done.stderr

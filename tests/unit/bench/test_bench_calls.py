@@ -9,7 +9,7 @@ import time
 import pytest
 
 from kvxfer.bench import calls
-from kvxfer.bench.calls import NOTHING, Counters, Reading, Tally, count, read
+from kvxfer.bench.calls import NOTHING, THREAD, Counters, Reading, Tally, count, read
 
 
 def spin(seconds):
@@ -117,7 +117,9 @@ def test_an_empty_call_comes_to_nothing(tmp_path):
 def read_raw(directory):
     (path,) = directory.glob("*.calls")
     whole = path.read_bytes()
-    return int.from_bytes(whole[-24:-16], sys.byteorder)  # before it the calls, behind it those of nothing
+    return int.from_bytes(
+        whole[-40:-32], sys.byteorder
+    )  # before it the calls, behind it those of nothing, and the thread's
 
 
 def test_processes_of_one_part_are_summed_and_a_reader_elsewhere_sees_them(tmp_path):
@@ -179,6 +181,22 @@ def test_what_a_call_of_nothing_comes_to_is_taken_off_each_call_of_its_part():
     }
 
 
+def test_all_that_a_thread_does_is_counted_beside_and_in_no_sum(tmp_path):
+    counters = Counters(tmp_path, "worker", ["a"])
+    counters.thread()
+    begin = time.thread_time_ns()
+    while time.thread_time_ns() - begin < 20_000_000:
+        pass
+    counters.add("a", 1_000_000)
+    counters.thread()
+    found = read(tmp_path)
+    assert found.threads() >= 20_000
+    assert found.microseconds() == pytest.approx(1_000, abs=10)
+    found = found.since(Reading())
+    settled = found.settled([found])
+    assert (settled.threads(), settled.calls("worker", THREAD)) == (found.threads(), 1)
+
+
 def test_a_process_counts_calls_of_nothing(tmp_path):
     counters = Counters(tmp_path, "worker", ["a"])
     for _ in range(5):
@@ -193,4 +211,4 @@ def test_a_file_is_whole_when_it_is_seen(tmp_path, monkeypatch):
     Counters(tmp_path, "worker", ["a"])
     assert seen == [Reading({})]
     header = json.loads(next(tmp_path.glob("*.calls")).read_bytes()[:16384])
-    assert header["methods"] == ["a", NOTHING]
+    assert header["methods"] == ["a", NOTHING, THREAD]

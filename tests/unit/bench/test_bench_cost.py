@@ -13,7 +13,7 @@ pytest.importorskip("aiohttp")
 from rich.console import Console
 
 from kvxfer.bench import cost, results
-from kvxfer.bench.calls import METADATA, STEP, Reading, Tally
+from kvxfer.bench.calls import METADATA, STEP, THREAD, Reading, Tally
 from kvxfer.bench.client import Completion
 from kvxfer.bench.cost import Findings, Measurement, Settings, specs_for
 from kvxfer.bench.cost_report import Verdict, as_json, side, verdicts
@@ -97,6 +97,30 @@ def test_bounds_are_held_against_the_right_connector():
     ]
 
 
+def test_recording_is_held_against_all_that_the_threads_do():
+    def one(us, stats=0.0):
+        counted = request(us, 0, 10)
+        more = {
+            ("scheduler", "get_kv_connector_stats"): Tally(10, stats * 1e3),
+            ("worker", THREAD): Tally(10, 10_000e3),
+        }
+        return measured(1.0) | {where: side([Reading({**counted.tallies, **more})]) for where in ("decode", "prefill")}
+
+    def bounds(plain, recording):
+        found = verdicts({"push": plain, "push:recording": recording})
+        return [(one.text, one.value, one.limit, one.holds) for one in found if "recording, by all" in one.text]
+
+    # 30 µs for the metrics, always; 40 more where lines are written: of 10,000.
+    assert bounds(one(470.0, 30.0), one(510.0, 30.0)) == [
+        ("decode, recording, by all that the engine's threads do", 0.007, 0.01, True),
+        ("prefill, recording, by all that the engine's threads do", 0.007, 0.01, True),
+    ]
+    assert [value for _, value, _, _ in bounds(one(510.0, 30.0), one(470.0, 30.0))] == [0.003] * 2, "less is chance"
+    assert [holds for *_, holds in bounds(one(100.0, 30.0), one(200.0, 30.0))] == [False] * 2
+    assert bounds(one(100.0), measured(1.0))
+    assert not [one for one in verdicts({"push:recording": measured(1.0)}) if "recording, by all" in one.text]
+
+
 def test_a_bound_that_is_passed_does_not_hold():
     found = {
         "pull": measured(201.0, long=131.0, itl=5.6),
@@ -173,8 +197,12 @@ def test_pairs_differ_in_their_connector_alone(tmp_path):
         assert json.loads(words[at])["engine_id"] == f"{connector}-decode"
         commands.append(words[:at] + words[at + 1 :])
     assert all(command == commands[0] for command in commands)
+    assert specs_for("push:recording", MODEL, "python") == specs_for("push", MODEL, "python")
     with pytest.raises(ConfigError, match="connector 'tcp' is none of push, pull, upstream-push, upstream-pull"):
         specs_for("tcp", MODEL, "python")
+    for none in ("push:stream", "upstream-push:recording"):
+        with pytest.raises(ConfigError, match=f"connector '{none}': behind a colon is 'recording', of kvxfer's own"):
+            specs_for(none, MODEL, "python")
 
 
 class FakeClient:

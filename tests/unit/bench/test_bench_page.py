@@ -163,6 +163,20 @@ def test_iterations_of_a_sweep_make_one_line_each_and_answers_are_told_apart() -
     assert [len(line.split()) for line in drawn] == [2] * 8, "two metrics, two lengths of answers, two iterations"
 
 
+def test_no_two_stages_of_a_request_look_alike() -> None:
+    in_push = {
+        "router queue": 1,
+        "router, until decode's leg": 1,
+        "decode's front end": 1,
+        "decode queue": 1,
+        "registration": 1,
+    }
+    in_push |= {"prefill computes": 5, "wait for KV": 1, "report": 1, "decode's first token": 1, "the rest": 1}
+    in_pull = dict.fromkeys(("router queue", "prefill", "between the legs", "decode's front end", "decode queue"), 1)
+    names = [*in_pull, *in_push]
+    assert len(set(charts.colours(names).values())) == len(set(names)) == 12
+
+
 def test_every_chart_is_well_formed_and_shows_what_it_says() -> None:
     text = page([Source("one", pd()), Source("off", turns("off", 9.0)), Source("on", turns("on", 4.0))])
     drawn = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
