@@ -147,7 +147,10 @@ def test_kv_transfer_params_of_every_shape_through_the_real_front(bench_model, t
         asyncio.run(go())
 
 
-@pytest.mark.parametrize("why", ["port in use", "library missing", "unknown setting"])
+@pytest.mark.parametrize(
+    "why",
+    ["port in use", *(pytest.param(why, marks=pytest.mark.slow) for why in ("library missing", "unknown setting"))],
+)
 def test_an_engine_that_cannot_start_says_why(bench_model, tmp_path, why) -> None:
     spec, _ = engines.pair_specs("push", bench_model, python=PYTHON, max_model_len=4096)
     expected = {
