@@ -884,7 +884,7 @@ BEHIND_ANOTHER = {
 NOT_MET = {
     "reads_have_no_margin": (
         "what a slow clock adds to a lease that is renewed is a tenth of a second, in which a read must land; "
-        "tests/unit/protocol/test_sink.py attacks it directly, and a kind of world that meets it is wanted"
+        "tests/unit/protocol/test_sink.py attacks it directly, and a world of its own finds it (test_reuse_chaos.py, ``Edge``)"
     ),
     "held_before_it_is_computed": (
         "a turn comes some time after the answer before it, when what that computed is long done; "

@@ -27,9 +27,6 @@ from kvxfer.protocol.source import Source
 BLOCK, BLOCKS, TRUNKS = 16, 64, 6
 P = RankId("prefill", "1", 0)
 SETTINGS = Settings(decoder_kv_idle_ttl=6.0, decoder_kv_blocks_ttl=15.0, reuse_pin_limit=0.5)
-PULL_LEASE = 4.0
-DRIFT = 0.02
-"""Clocks run up to so much faster or slower: half of a lease's margin of 0.5 s in 8 s."""
 
 
 class Pool:
@@ -78,7 +75,7 @@ class Process:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.rate = 1.0 + world.random.uniform(-DRIFT, DRIFT)
+        self.rate = world.rate()
         self.offset = world.random.uniform(0.0, 1e5)
         self.awake_at = 0.0
         self.gone = False
@@ -113,12 +110,17 @@ class Decode:
         self._told = 0.0
         self.retained = Retained(SETTINGS, BLOCK, "m", self._reply, lambda: None)
         self.retained.bind(self.pool)
-        self.source = Source(BLOCK, lease=PULL_LEASE, leg_timeout=6.0)
+        self.source = Source(BLOCK, lease=world.pull_lease, leg_timeout=6.0)
         self.front.soon(0.0, self._step)
         self.worker.soon(0.0, self._tick)
 
     def die(self) -> None:
         self.front.gone = self.worker.gone = True
+
+    def churn(self) -> None:
+        """Somebody else's prompt takes, writes and gives back whatever is free."""
+        for block in [self.pool.take("somebody else's") for _ in range(len(self.pool.free))]:
+            self.pool.free_blocks([block])
 
     def _reply(self, _reader: RankId, held: Held) -> None:
         self.world.network(self.world.prefill, lambda: self.world.held(held))
@@ -196,7 +198,14 @@ class Reading:
 
 
 class World:
-    """One seed. ``run`` returns what must not be: reads that were taken for valid and are not the conversation's, leftovers."""
+    """One seed. ``run`` returns what must not be: reads that were taken for valid and are not the conversation's, leftovers.
+
+    ``drift``: clocks run up to so much faster or slower. Here it is half of a lease's margin of 0.5 s in 8 s.
+    """
+
+    drift = 0.02
+    pull_lease = 4.0
+    renewals = 0.7  # how many readers renew
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -210,7 +219,7 @@ class World:
         self.lossy = self.random.choice([0.0, 0.1])
         self.quiet = False
         self.prefill = Process(self)
-        self.sink = Sink(renew_after=PULL_LEASE / 4, drain_bound=2.0)
+        self.sink = Sink(renew_after=self.pull_lease / 4, drain_bound=2.0)
         self.readings: dict[HandoffId, Reading] = {}
         self.decode = Decode(self, 0)
 
@@ -263,7 +272,7 @@ class World:
             self.counts["not held"] += 1
             del self.readings[held.handoff]
             return
-        one.end, one.renewing = held.tokens, self.random.random() < 0.7
+        one.end, one.renewing = held.tokens, self.random.random() < self.renewals
         delay = self.random.choice([0.0, 0.5, 3.0]) * self.random.random()
         self.prefill.soon(delay, lambda: self._open(held.handoff, one))
         if self.random.random() < 0.1:
@@ -291,13 +300,27 @@ class World:
 
     def _run(self, actions) -> None:
         for action in list(actions):
-            if isinstance(action, Send):
+            if isinstance(action, Send) and not self._is_lost(action.message):
                 decode = self.readings[action.message.handoff].decode
                 self.network(decode.worker, lambda decode=decode, word=action.message: decode.hear(word))
             elif isinstance(action, PostRead):
-                self.after(self.slow * self.random.random() ** 2, lambda action=action: self._landed(action))
+                self.after(self._takes(action), lambda action=action: self._landed(action))
             elif isinstance(action, SinkFinished):
                 self._finished(action)
+
+    def rate(self) -> float:
+        """How fast a process's clock runs."""
+        return 1.0 + self.random.uniform(-self.drift, self.drift)
+
+    def _is_lost(self, message) -> bool:
+        """Whether it is lost for sure, however kind the network is."""
+        del message
+        return False
+
+    def _takes(self, action: PostRead) -> float:
+        """How long a read takes."""
+        del action
+        return self.slow * self.random.random() ** 2
 
     def _landed(self, action: PostRead) -> None:
         """The bytes come, whoever is awake; whether they count is decided when this process looks."""
@@ -383,3 +406,30 @@ class World:
             self.now, _, act = heapq.heappop(self._events)
             act()
         self.now = end
+
+
+class Edge(World):
+    """No lease can be renewed, each ends with its pin, and reads land about then, by clocks as bad as the margin is good for."""
+
+    drift = 0.04
+    pull_lease = 2 * SETTINGS.decoder_kv_idle_ttl
+    renewals = 0.0
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.pressure = 0.0
+        self._granted: set[HandoffId] = set()
+
+    def rate(self) -> float:
+        return 1.0 + self.random.choice([-self.drift, self.drift])
+
+    def _is_lost(self, message) -> bool:
+        return isinstance(message, Register) and message.handoff in self._granted
+
+    def _takes(self, action: PostRead) -> float:
+        self._granted.add(action.handoff)
+        (part,) = self.sink._handoffs[action.handoff].parts.values()
+        left = part.valid_until + self.sink.lease_margin - self.prefill.now()
+        seconds = max(0.0, left + self.random.uniform(-0.9, 0.3))
+        self.after(seconds, self.decode.churn)  # just before it lands
+        return seconds

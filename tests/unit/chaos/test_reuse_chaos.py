@@ -10,7 +10,7 @@ from kvxfer.connector import retained as module
 from kvxfer.connector import shaping
 from kvxfer.connector.pins import Pins
 from kvxfer.protocol.sink import Sink
-from tests.unit.chaos.reuse_world import World
+from tests.unit.chaos.reuse_world import Edge, World
 
 SEEDS = 120
 
@@ -23,6 +23,15 @@ def test_no_wrong_bytes_and_nothing_is_left() -> None:
         counts += world.counts
     for what in ("granted", "renewed", "read", "late", "failed", "not held", "lost", "slept", "restarted"):
         assert counts[what] > 20, f"{what} was hardly met: {counts}"
+
+
+def test_reads_at_the_very_end_of_a_lease() -> None:
+    counts: Counter[str] = Counter()
+    for seed in range(SEEDS):
+        world = Edge(seed)
+        assert world.run() == [], f"seed {seed}"
+        counts += world.counts
+    assert min(counts["read"], counts["late"]) > 200, counts
 
 
 def no_pin(patch):
@@ -42,6 +51,11 @@ def pin_ends_before_the_lease(patch):
         return held
 
     patch.setattr(module.Retained, "_grant", short)
+
+
+def reads_have_no_margin(patch):
+    made = Sink.__init__
+    patch.setattr(Sink, "__init__", lambda self, **settings: made(self, **settings | {"lease_margin": 0.0}))
 
 
 def late_reads_count(patch):
@@ -73,6 +87,7 @@ def evicted_blocks_are_named(patch):
         no_pin,
         pin_ends_before_the_lease,
         late_reads_count,
+        reads_have_no_margin,
         ranks_grant_for_longer_than_the_pin,
         seed_forgets_the_salt,
         evicted_blocks_are_named,
@@ -80,7 +95,8 @@ def evicted_blocks_are_named(patch):
 )
 def test_a_guard_that_is_missing_is_found(guard, monkeypatch) -> None:
     guard(monkeypatch)
+    kind = Edge if guard is reads_have_no_margin else World
     for seed in range(SEEDS):
-        if any(" took " in one for one in World(seed).run()):
+        if any(" took " in one for one in kind(seed).run()):
             return
     raise AssertionError(f"{SEEDS} seeds do not find that {guard.__name__}")
