@@ -3,7 +3,7 @@
 For models of which tokens cannot tell whether their KV is right. Loaded by ``kv_connector_module_path``, like
 ``kvxfer.bench.counted``. ``KV_DIGESTS`` names a directory. The scheduler's half writes which blocks a request has, when its prompt
 is computed (prefill) or allocated (decode); each worker's, when vLLM is told that the handoff is over and before it has the
-blocks back, digests of what they hold. Of caches of one group whose layers are (blocks, tokens, …): a latent's.
+blocks back, digests of what they hold. Of caches of one group whose layers are (blocks, [1,] tokens, channels): a latent's.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class _Digesting:
 
 
 def _digest(cache: Any, blocks: list[int], tokens: int) -> str:
-    held = cache[blocks].flatten(0, 1)[:tokens].contiguous()
-    assert held.any(dim=tuple(range(1, held.ndim))).all(), "a position that nothing was written to"
+    held = cache[blocks].flatten(0, -2)[:tokens].contiguous()
+    assert held.any(dim=-1).all(), "a position that nothing was written to"
     return hashlib.sha256(held.numpy().tobytes()).hexdigest()
 
 
