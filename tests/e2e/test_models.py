@@ -222,7 +222,9 @@ def test_prompts_of_many_lengths(started: Started) -> None:
     for records, ranks in zip(sides, (kind.ranks[0] * kind.stages, kind.ranks[1]), strict=True):
         taken = [one for one in records if one.handoff in handoffs]
         assert {one.rank for one in taken} == set(range(ranks))
-        assert {one.outcome for one in taken} == {"done"}, {one.reason for one in taken}
+        # Of a latent's replicas decode takes no more than it has ranks.
+        spared = {"served"} if kind.latent and ranks > kind.ranks[1] else set()
+        assert {one.outcome for one in taken} == {"done"} | spared, {one.reason for one in taken}
         assert "failed" not in {one.outcome for one in records}
 
 
