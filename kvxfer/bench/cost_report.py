@@ -27,6 +27,7 @@ in the engine's threads by all that they do for it."""
 RECORDING: Final = "recording"
 """Behind a connector's name (``push:recording``): with ``records_dir`` set."""
 
+_SMALL: Final = 0.01
 _STATS: Final = "get_kv_connector_stats"
 
 
@@ -135,7 +136,9 @@ def _bounds(one: Mapping[str, Any], others: Mapping[str, Mapping[str, Any]]) -> 
 
 
 def _ratio(value: float, by: float) -> float:
-    return round(value / by, 3) if by else float("inf")
+    """Three digits behind the point, and two of a value that would show none there."""
+    ratio = value / by if by else float("inf")
+    return round(ratio, 3) if ratio >= _SMALL else float(f"{ratio:.1e}")
 
 
 def _mean(values: Iterator[float]) -> float:

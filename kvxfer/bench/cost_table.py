@@ -26,8 +26,12 @@ def show(console: Console, result: Mapping[str, Any]) -> None:
     for bound in result["bounds"]:
         said = "[green]holds[/green]" if bound["holds"] else "[red]does not hold[/red]"
         console.print(
-            f"{bound['connector']}: {bound['text']}: {bound['value']:.2f}, at most {bound['limit']:g}: {said}"
+            f"{bound['connector']}: {bound['text']}: {_shown(bound['value'])}, at most {bound['limit']:g}: {said}"
         )
+
+
+def _shown(value: float) -> str:
+    return f"{value:.2f}" if value >= 0.01 else f"{value:.2g}"  # noqa: PLR2004
 
 
 def _print(console: Console, title: str, columns: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> None:
