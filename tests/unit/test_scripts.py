@@ -186,6 +186,8 @@ def test_engines_on_one_machine_share_its_cores(python) -> None:
         ("run_multiturn_sweep.sh", {}, "LEG"),
         ("run_sweep.sh", {"MODEL": "m"}, "PREFILL_IP and DECODE_IP"),
         ("cleanup.sh", {}, "proxy server"),
+        ("run_sweep.sh", {"LOCAL": "true"}, "LOCAL=true is none of: 0 1"),
+        ("serve_pd.sh", {"PREFIX_CACHING": "yes"}, "PREFIX_CACHING=yes is none of: 0 1"),
     ],
 )  # fmt: skip
 def test_what_is_missing_is_said(python, script, variables, why) -> None:
@@ -247,6 +249,38 @@ def test_cleanup_ends_what_was_recorded_with_its_children_and_nothing_else(pytho
             if one.poll() is None:
                 one.kill()
                 one.wait()
+
+
+def test_cleanup_goes_on_past_a_record_without_anything_in_it(python, tmp_path) -> None:
+    ours = start(tmp_path, "sleep", "300")
+    try:
+        empty, cut = recorded(tmp_path, "server", "a", 0, ""), recorded(tmp_path, "server", "b", ours.pid, "")
+        empty.write_text("")
+        cut.write_text(f"{ours.pid} {ticks(ours.pid)}")  # without the end of its line
+        done = run("cleanup.sh", python, "server")
+        assert done.returncode == 0, done.stderr
+        assert ours.wait(10) == -signal.SIGTERM
+        assert (empty.exists(), cut.exists()) == (False, False)
+    finally:
+        ours.kill()
+        ours.wait()
+
+
+def test_children_that_end_while_cleanup_looks_do_not_keep_it_from_ending_the_rest(python, tmp_path) -> None:
+    """Such a child has no start and no children any more; the terminal is asked for neither."""
+    script = (SCRIPTS / "cleanup.sh").read_text()
+    (functions,) = re.findall(r"^tree\(\) \{.*?^\}$", script, re.MULTILINE | re.DOTALL)
+    text = f'set -euo pipefail\n. "{SCRIPTS}/pd_common.sh"\n{functions}\nshopt -s nullglob\n'
+    text += 'starts=()\nfor one in $(tree 4999999); do starts+=("$(started_at "$one")"); done\necho "${#starts[@]}"'
+    reading, writing = os.pipe()
+    try:
+        done = subprocess.run(
+            ["bash", "-c", text], stdin=reading, capture_output=True, text=True, check=False, timeout=20
+        )
+    finally:
+        os.close(reading)
+        os.close(writing)
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
 
 
 def test_a_server_records_itself(python, tmp_path) -> None:
