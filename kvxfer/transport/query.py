@@ -72,9 +72,13 @@ def fetch_records(
             directory = asker.ask(host, port, messages.WhoIs(), messages.Directory)
         reports = []
         for address in directory.ranks:
-            report = asker.ask(reachable(address.host, host), address.port, messages.ReportAsk(last), messages.Report)
-            card = RankCard.from_builtins(report.card)
-            records = msgspec.convert(report.records, list[HandoffRecord])
+            where = reachable(address.host, host), address.port
+            report = asker.ask(*where, messages.ReportAsk(last), messages.Report)
+            try:
+                card = RankCard.from_builtins(report.card)
+                records = msgspec.convert(report.records, list[HandoffRecord])
+            except (RemoteProtocolError, msgspec.ValidationError) as error:
+                raise TransportError(f"what {shown_at(*where)} reports is not understood: {error}") from error
             reports.append(RankReport(report.rank, card.cache, card.backend, report.counters, records, report.now))
         front = asker.ask(host, port, messages.ReportAsk(0), messages.Report)
     return EngineReport(directory.engine, reports, front.counters)

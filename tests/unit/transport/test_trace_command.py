@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import json
 
+import msgspec
 import pytest
 import typer
 from typer.testing import CliRunner
 
 from kvxfer.errors import TransportError
 from kvxfer.protocol.ids import HandoffId
+from kvxfer.protocol.messages import ReportAsk
 from kvxfer.transport import command, query, trace
 from kvxfer.transport.query import EngineReport, RankReport, fetch_records
 from kvxfer.transport.records import HandoffRecord, Times
@@ -120,6 +122,41 @@ def test_the_table_of_a_terminal_has_all_of_them() -> None:
     assert "e: 1 in flight, 1 finished before them" in text
     assert "registering" in text
     assert "1,000.0" in text
+
+
+def test_what_engines_say_is_shown_as_it_is(monkeypatch) -> None:
+    from rich.console import Console
+
+    name, why, engine = "[/b]id[red]", "no [/] such [b]", "e[/z]"
+    said = EngineReport(engine, [RankReport(0, None, "", {}, [sink(name, outcome="failed", reason=why, released=2.0)])])
+    console = Console(record=True, width=200, file=io.StringIO())
+    console.print(trace.table(said))
+    text = console.export_text()
+    assert [one for one in (name, why, engine) if one not in text] == []
+    monkeypatch.setattr(query, "fetch_records", lambda *_, **__: said)
+    app = typer.Typer()
+    command.register(app)
+    result = CliRunner().invoke(app, ["records", "h:1"])
+    assert result.exit_code == 0
+    assert [one for one in (name, why, engine) if one not in result.output] == []
+
+
+@pytest.mark.parametrize("wrong", [{"records": [{"handoff": 7}]}, {"card": {}}])
+def test_a_report_that_is_not_understood_is_one_line(monkeypatch, wrong) -> None:
+    fabric = TwinFabric()
+    p = Rank("p", fabric, mode="push")
+    ask = query._Asker.ask
+
+    def other(asker, host, port, question, answer):
+        found = ask(asker, host, port, question, answer)
+        return msgspec.structs.replace(found, **wrong) if isinstance(question, ReportAsk) else found
+
+    monkeypatch.setattr(query._Asker, "ask", other)
+    try:
+        with pytest.raises(TransportError, match="is not understood"):
+            fetch_records(p.control.host, p.control.port)
+    finally:
+        p.close()
 
 
 def test_a_real_engines_handoffs_in_flight_have_an_age_by_its_own_clock() -> None:
