@@ -15,9 +15,7 @@ import uuid
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import msgspec
-
-from kvxfer.router.openai import ApiError, Json
+from kvxfer.router.openai import ApiError, Json, read_json
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -118,11 +116,9 @@ def _single(path: str, body: Json, prompt_index: int, child_index: int, n: int) 
 
 def _decode(raw: bytes) -> Json:
     try:
-        body = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        body = read_json(raw)
+    except ValueError as error:
         raise ApiError(400, f"the request's body is not JSON: {error}") from None
-    except RecursionError:
-        raise ApiError(400, "the request's body is nested too deeply") from None
     if not isinstance(body, dict):
         raise ApiError(400, f"the request's body is {_kind(body)}; it must be an object")
     return body
