@@ -60,10 +60,12 @@ def fetch_records(
 ) -> EngineReport:
     """Ask the engine whose control address is ``host``:``port`` for its last records, rank by rank.
 
-    ``secret`` is what the engines share; without it, what this process's environment says of one (``load_secret``).
+    Of many, and of long prompts, it tells as many as one message carries, the last ones. ``secret`` is what the engines share;
+    without it, what this process's environment says of one (``load_secret``).
     Raises TransportError when nothing answers within ``timeout`` seconds, or what answers is not an engine of ours.
     """
     deadline = time.monotonic() + timeout
+    last = min(last, messages.MAX_RECORDS)
     asker = _Asker(secret or load_secret(), deadline)
     with asker.context:
         directory = asker.ask(host, port, messages.WhoIs(), messages.Directory)

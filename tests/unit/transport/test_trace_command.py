@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections import deque
 
 import msgspec
 import pytest
@@ -15,7 +16,7 @@ from kvxfer.protocol.ids import HandoffId
 from kvxfer.protocol.messages import ReportAsk
 from kvxfer.transport import command, query, trace
 from kvxfer.transport.query import EngineReport, RankReport, fetch_records
-from kvxfer.transport.records import HandoffRecord, Times
+from kvxfer.transport.records import MOST_MOMENTS, HandoffRecord, Times
 from kvxfer.transport.twin import TwinFabric
 from tests.support.ranks import Rank, wait_until
 
@@ -155,6 +156,27 @@ def test_a_report_that_is_not_understood_is_one_line(monkeypatch, wrong) -> None
     try:
         with pytest.raises(TransportError, match="is not understood"):
             fetch_records(p.control.host, p.control.port)
+    finally:
+        p.close()
+
+
+def test_records_of_long_prompts_that_fit_into_no_message_are_left_out_and_the_last_ones_come() -> None:
+    p = Rank("p", TwinFabric(), mode="push")
+    book = p.mover.records
+    book._ended = deque(maxlen=5000)
+    try:
+        for number in range(4096):
+            name = HandoffId(f"h{number}")
+            record = book.open("source", name, 0, "push")
+            record.times.chunks_final = [1.5] * MOST_MOMENTS
+            record.completed = [(1.5, 1 << 40)] * MOST_MOMENTS
+            book.end("source", name, "done", "", 2.0)
+        for last in (4096, 1 << 70):
+            found = fetch_records(p.control.host, p.control.port, last=last).records
+            assert 500 < len(found) < 4096
+            assert found[-1].handoff == "h4095"
+            assert len(found) == 4096 - int(found[0].handoff[1:])
+        assert len(fetch_records(p.control.host, p.control.port, last=7).records) == 7
     finally:
         p.close()
 
