@@ -32,6 +32,8 @@ PATHS = (
     "/score",
     "/rerank",
 )
+_OF_EACH = {"/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
+"""What one engine alone must not be told: adapters are known by their names, and all engines must have the same under one."""
 _HOP = {"connection", "keep-alive", "transfer-encoding", "content-length", "content-encoding", "server", "date"}
 
 
@@ -52,6 +54,8 @@ class Passing:
         names = request.path.split("/")[1:]
         if any(name in {"", ".", ".."} for name in names):  # percent-encoded ones as well: they lead out of PATHS
             raise web.HTTPNotFound
+        if request.path in _OF_EACH:
+            raise ApiError(403, f"{request.path} changes one engine: ask each prefill and each decode engine itself")
         if request.path in {COMPLETIONS, CHAT}:
             raise web.HTTPMethodNotAllowed(request.method, ["POST"])
         parts = self._parts

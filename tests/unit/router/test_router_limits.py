@@ -125,7 +125,14 @@ def test_the_rest_of_the_api_is_passed_to_decode_and_control_is_not():
 
             def application(**options):
                 app = make(**options)
-                for path in ("/v1/embeddings", "/tokenize", "/v1/slow", "/v1/broken", "/reset_prefix_cache"):
+                for path in (
+                    "/v1/embeddings",
+                    "/tokenize",
+                    "/v1/slow",
+                    "/v1/broken",
+                    "/v1/load_lora_adapter",
+                    "/reset_prefix_cache",
+                ):
                     app.router.add_route("*", path, other)
                 return app
 
@@ -157,6 +164,10 @@ def test_the_rest_of_the_api_is_passed_to_decode_and_control_is_not():
             for path in ("/reset_prefix_cache", "/sleep", "/collective_rpc"):
                 async with router.session.post(router.base + path) as response:
                     assert response.status == 404
+            for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/%6coad_lora_adapter"):
+                async with router.session.post(URL(router.base + path, encoded=True), json={}) as response:
+                    assert response.status == 403
+                    assert "each prefill and each decode engine" in await response.text()
             assert len(seen) == count
 
     run(main())
