@@ -67,6 +67,11 @@ record() {
 # answers URL: whether it does, with 200.
 answers() { "$PYTHON" -c 'import sys, urllib.request as u; u.urlopen(sys.argv[1], timeout=2)' "$1" 2>/dev/null; }
 
+# must_be_free URL VARIABLE: nothing answers there, which would be taken for the engine that is about to be started.
+must_be_free() {
+    ! answers "$1" || die "something answers at $1 already: end it (cleanup.sh server), or set $2"
+}
+
 # wait_for URL NAME PID LOG: until it answers; fails when the process ends first or START_SECONDS are over.
 wait_for() {
     local until=$((SECONDS + START_SECONDS))

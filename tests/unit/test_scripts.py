@@ -10,7 +10,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -281,6 +283,49 @@ def test_children_that_end_while_cleanup_looks_do_not_keep_it_from_ending_the_re
         os.close(reading)
         os.close(writing)
     assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
+
+
+@pytest.fixture
+def answering():
+    """The port of something that answers everything with 200."""
+
+    class Fine(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_args) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Fine) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield str(server.server_port)
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("script", ["run_sweep.sh", "run_multiturn_sweep.sh"])
+def test_a_sweep_ends_what_it_started_and_nothing_that_was_there(python, tmp_path, answering, script) -> None:
+    there = [start(tmp_path, "sleep", "300") for _ in range(2)]
+    hosts = {"P_IP": "127.0.0.1", "D_IP": "127.0.0.1", "PREFILL_IP": "127.0.0.1", "DECODE_IP": "127.0.0.1"}
+    asked = {**hosts, "MODE": "push", "LEG": "on", "MODEL": "/m", "ITERATIONS": "0", "PROXY_PORT": answering}
+    try:
+        records = [
+            recorded(tmp_path, kind, "x", one.pid, ticks(one.pid))
+            for kind, one in zip(("proxy", "server"), there, strict=True)
+        ]
+        done = run(script, python, **asked)
+        assert done.returncode == 0, done.stderr
+        done = run(script, python, LOCAL="1", PREFILL_PORT=answering, **asked)
+        assert done.returncode == 1
+        assert f"something answers at http://127.0.0.1:{answering}/health already" in done.stderr
+        assert [one.poll() for one in there] == [None, None]
+        assert all(record.exists() for record in records)
+    finally:
+        for one in there:
+            one.kill()
+            one.wait()
 
 
 def test_a_server_records_itself(python, tmp_path) -> None:
