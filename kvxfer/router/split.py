@@ -64,8 +64,14 @@ def read_request(path: str, raw: bytes, max_singles: int) -> ClientRequest:
     stream = _optional(body, "stream", bool, "a boolean") or False
     _optional(body, "stream_options", dict, "an object")
     seed = _optional(body, "seed", int, "an integer")
+    if seed is not None and abs(seed) >= 1 << 64:
+        raise ApiError(400, "seed is no integer of 64 bits", param="seed")
     n = _optional(body, "n", int, "an integer")
     n = 1 if n is None else n
+    if (
+        abs(n) >= 1 << 64
+    ):  # Python writes no number of more than 4,300 digits, and products have more than their factors
+        raise ApiError(400, "n is no integer of 64 bits", param="n")
     if n < 1:
         raise ApiError(400, f"n is {n}; it must be at least 1", param="n")
     _refuse(body, n)

@@ -78,6 +78,8 @@ def test_whatever_bytes_a_header_has_they_reach_the_engines_as_they_are_or_not_a
         b'{"prompt": "x", "n": 1e9}',
         b'{"prompt": "x", "n": 99999999999999999999}',
         b'{"prompt": "x", "n": -1}',
+        b'{"prompt": ["x", "y"], "n": ' + b"9" * 4300 + b"}",
+        b'{"prompt": "x", "n": 2, "seed": ' + b"9" * 4300 + b"}",
         b'{"prompt": "x", "n": true}',
         b'{"prompt": "x", "stream": "yes"}',
         b'{"prompt": "x", "seed": "1"}',
