@@ -14,7 +14,9 @@ import msgspec
 
 from kvxfer.addresses import AddressError, bare, check_host, is_wildcard, parse
 from kvxfer.errors import ConfigError
+from kvxfer.protocol.fields import MAX_DURATION
 from kvxfer.protocol.peers import Timing
+from kvxfer.protocol.source import MAX_TTL
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,6 +37,7 @@ UPSTREAM_IGNORED = frozenset(
 _DURATIONS = (
     "leg_timeout",
     "hold_limit",
+    "pull_lease",
     "connect_timeout",
     "drain_bound",
     "transfer_limit",
@@ -224,7 +227,9 @@ def _ranges(settings: Settings) -> list[str]:
     for name in _DURATIONS:
         if not getattr(settings, name) > 0:  # so that NaN is caught, too
             found.append(f"{name}={getattr(settings, name):g} must be above 0")
-    if not settings.pull_lease > 1:
+        elif getattr(settings, name) > (limit := MAX_TTL if name == "leg_timeout" else MAX_DURATION):
+            found.append(f"{name}={getattr(settings, name):g} must be {limit:,.0f} seconds at most")
+    if 0 < settings.pull_lease <= 1:
         found.append(f"pull_lease={settings.pull_lease:g} must be above 1: the reader takes half a second off it")
     if not 0 <= settings.pin_limit <= 1:
         found.append(f"pin_limit={settings.pin_limit:g} must be from 0 to 1, a share of the KV cache's blocks")

@@ -13,7 +13,7 @@ one_of "kind" "${1:-}" proxy server
 
 tree() {
     local children child
-    read -r -d '' -a children < <(cat "/proc/$1/task/"*/children 2>/dev/null) || true
+    read -r -d '' -a children < <(cat "/proc/$1/task/"*/children </dev/null 2>/dev/null) || true
     for child in "${children[@]}"; do tree "$child"; done
     echo "$1"
 }
@@ -38,7 +38,8 @@ end() {
 
 shopt -s nullglob
 for file in "$STATE_DIR/$1"-*.pid; do
-    read -r pid start <"$file"
+    pid='' start=''
+    read -r pid start <"$file" || true
     if [[ -n $start && $(started_at "$pid") = "$start" ]]; then
         say "ending $(basename -- "$file" .pid), process $pid"
         end "$pid"

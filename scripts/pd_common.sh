@@ -11,20 +11,6 @@ PREFIX_CACHING=${PREFIX_CACHING:-0}
 BACKEND=${BACKEND:-LIBFABRIC}
 TP_SIZE=${TP_SIZE:-1}
 START_SECONDS=${START_SECONDS:-900}
-if ((LOCAL)); then # ports of their own: nothing that runs here already is in the way
-    : "${PREFILL_PORT:=18100}" "${DECODE_PORT:=18200}" "${PROXY_PORT:=18000}"
-    : "${PREFILL_SIDE_CHANNEL_PORT:=15600}" "${DECODE_SIDE_CHANNEL_PORT:=15700}"
-else
-    : "${PREFILL_PORT:=8100}" "${DECODE_PORT:=8200}" "${PROXY_PORT:=8000}"
-    : "${PREFILL_SIDE_CHANNEL_PORT:=5600}" "${DECODE_SIDE_CHANNEL_PORT:=5600}"
-fi
-PREFILL_ENGINE_ID=${PREFILL_ENGINE_ID:-prefill-0}
-DECODE_ENGINE_ID=${DECODE_ENGINE_ID:-decode-0}
-
-if [[ -z ${PYTHON:-} ]]; then
-    PYTHON=${KVXFER_VENV:-$root/.venv}/bin/python
-    [[ -x $PYTHON ]] || PYTHON=python3
-fi
 
 say() { printf '%s: %s\n' "${0##*/}" "$*" >&2; }
 die() {
@@ -42,6 +28,24 @@ one_of() {
     die "$name=${value:-(not set)} is none of: $*"
 }
 
+one_of LOCAL "$LOCAL" 0 1
+one_of PREFIX_CACHING "$PREFIX_CACHING" 0 1
+
+if ((LOCAL)); then # ports of their own: nothing that runs here already is in the way
+    : "${PREFILL_PORT:=18100}" "${DECODE_PORT:=18200}" "${PROXY_PORT:=18000}"
+    : "${PREFILL_SIDE_CHANNEL_PORT:=15600}" "${DECODE_SIDE_CHANNEL_PORT:=15700}"
+else
+    : "${PREFILL_PORT:=8100}" "${DECODE_PORT:=8200}" "${PROXY_PORT:=8000}"
+    : "${PREFILL_SIDE_CHANNEL_PORT:=5600}" "${DECODE_SIDE_CHANNEL_PORT:=5600}"
+fi
+PREFILL_ENGINE_ID=${PREFILL_ENGINE_ID:-prefill-0}
+DECODE_ENGINE_ID=${DECODE_ENGINE_ID:-decode-0}
+
+if [[ -z ${PYTHON:-} ]]; then
+    PYTHON=${KVXFER_VENV:-$root/.venv}/bin/python
+    [[ -x $PYTHON ]] || PYTHON=python3
+fi
+
 # The small model, built on first use, or MODEL.
 resolve_model() {
     if ((LOCAL)) && [[ -z ${MODEL:-} ]]; then
@@ -51,8 +55,8 @@ resolve_model() {
     SERVED_MODEL_NAME=${SERVED_MODEL_NAME:-$([[ $LOCAL = 1 ]] && echo kvxfer-bench || echo "$MODEL")}
 }
 
-# When a process started, in clock ticks since boot: with its id it names one process and no later one.
-started_at() { sed 's/.*) //' "/proc/$1/stat" 2>/dev/null | cut -d ' ' -f 20; }
+# When a process started, in clock ticks since boot: with its id it names one process and no later one. Nothing where there is none.
+started_at() { sed 's/.*) //' "/proc/$1/stat" 2>/dev/null | cut -d ' ' -f 20 || true; }
 
 # record KIND NAME PID: cleanup.sh ends what is recorded, and nothing else.
 record() {
@@ -62,6 +66,11 @@ record() {
 
 # answers URL: whether it does, with 200.
 answers() { "$PYTHON" -c 'import sys, urllib.request as u; u.urlopen(sys.argv[1], timeout=2)' "$1" 2>/dev/null; }
+
+# must_be_free URL VARIABLE: nothing answers there, which would be taken for the engine that is about to be started.
+must_be_free() {
+    ! answers "$1" || die "something answers at $1 already: end it (cleanup.sh server), or set $2"
+}
 
 # wait_for URL NAME PID LOG: until it answers; fails when the process ends first or START_SECONDS are over.
 wait_for() {

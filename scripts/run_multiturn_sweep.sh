@@ -30,14 +30,14 @@ resolve_model
 export MODEL SERVED_MODEL_NAME
 mkdir -p -- "$RESULTS_DIR"
 here=$(dirname -- "${BASH_SOURCE[0]}")
-started=
+started='' ours=()
 
 # shellcheck disable=SC2329 # by the trap
 finish() {
     local status=$?
     trap - EXIT
-    bash "$here/cleanup.sh" proxy
-    ((LOCAL == 0)) || bash "$here/cleanup.sh" server
+    local kind
+    for kind in "${ours[@]}"; do bash "$here/cleanup.sh" "$kind"; done # what was there before goes on
     exit "$status"
 }
 trap finish EXIT
@@ -45,6 +45,9 @@ trap 'exit 130' INT TERM
 
 log=$RESULTS_DIR/logs-multiturn-$LEG
 if ((LOCAL)); then
+    must_be_free "http://$P_IP:$PREFILL_PORT/health" PREFILL_PORT
+    must_be_free "http://$D_IP:$DECODE_PORT/health" DECODE_PORT
+    ours=(server)
     start_in_background "$here/serve_pd_multiturn.sh" "$log-prefill.log" prefill
     prefill=$started
     start_in_background "$here/serve_pd_multiturn.sh" "$log-decode.log" decode
@@ -55,6 +58,7 @@ proxy=http://127.0.0.1:$PROXY_PORT
 ready=$proxy/health
 [[ $CONNECTOR = kvxfer ]] || ready=$proxy/healthcheck
 if ! answers "$ready"; then
+    ours=(proxy "${ours[@]}")
     start_in_background "$here/serve_pd_multiturn.sh" "$log-proxy.log" proxy
     wait_for "$ready" proxy "$started" "$log-proxy.log"
 fi

@@ -28,20 +28,23 @@ name=$MODE
 [[ $CONNECTOR = kvxfer ]] || name=upstream-$MODE
 mkdir -p -- "$RESULTS_DIR"
 here=$(dirname -- "${BASH_SOURCE[0]}")
-started=
+started='' ours=()
 
 # shellcheck disable=SC2329 # by the trap
 finish() {
     local status=$?
     trap - EXIT
-    bash "$here/cleanup.sh" proxy
-    ((LOCAL == 0)) || bash "$here/cleanup.sh" server
+    local kind
+    for kind in "${ours[@]}"; do bash "$here/cleanup.sh" "$kind"; done # what was there before goes on
     exit "$status"
 }
 trap finish EXIT
 trap 'exit 130' INT TERM
 
 if ((LOCAL)); then
+    must_be_free "http://$PREFILL_IP:$PREFILL_PORT/health" PREFILL_PORT
+    must_be_free "http://$DECODE_IP:$DECODE_PORT/health" DECODE_PORT
+    ours=(server)
     logs=$RESULTS_DIR/logs
     start_in_background "$here/serve_pd.sh" "$logs-$name-prefill.log" prefill
     prefill=$started
@@ -53,6 +56,7 @@ proxy=http://127.0.0.1:$PROXY_PORT
 ready=$proxy/health
 [[ $CONNECTOR = kvxfer ]] || ready=$proxy/status
 if ! answers "$ready"; then
+    ours=(proxy "${ours[@]}")
     start_in_background "$here/serve_pd.sh" "$RESULTS_DIR/logs-$name-proxy.log" proxy
     wait_for "$ready" proxy "$started" "$RESULTS_DIR/logs-$name-proxy.log"
 fi

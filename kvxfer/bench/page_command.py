@@ -20,11 +20,19 @@ def report(
     from kvxfer.bench import results
     from kvxfer.bench.page import Source, page
 
+    def checked(path: Path) -> Source:
+        source = Source(path.stem, results.read(path))
+        try:
+            page([source])
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            raise results.ResultsError(f"{path} has not what a results file has: {error!r}") from None
+        return source
+
     paths = [path for one in files for path in (sorted(one.glob("*.json")) if one.is_dir() else [one])]
     sources = []
     for path in paths:
         try:
-            sources.append(Source(path.stem, results.read(path)))
+            sources.append(checked(path))
         except KvxferError as error:
             if path in files:
                 typer.echo(str(error), err=True)
@@ -33,6 +41,10 @@ def report(
     if not sources:
         typer.echo(f"no results files among {', '.join(map(str, files))}", err=True)
         raise typer.Exit(1)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(page(sources, title), encoding="utf-8")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(page(sources, title), encoding="utf-8")
+    except OSError as error:
+        typer.echo(f"{out} cannot be written: {error}", err=True)
+        raise typer.Exit(1) from None
     typer.echo(f"{out}: {len(sources)} results file{'s'[: len(sources) > 1]}")

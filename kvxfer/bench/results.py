@@ -81,7 +81,7 @@ def read(path: Path, kind: str | None = None) -> dict[str, Any]:
     """Read a results file, of that kind where one is named. Raises ResultsError."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ResultsError(f"{path} is no results file: {error}") from None
     if not isinstance(found, dict) or found.get("schema") != SCHEMA:
         raise ResultsError(f"{path} is no results file of a kvxfer bench: its schema is not {SCHEMA!r}")

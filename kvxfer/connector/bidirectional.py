@@ -83,7 +83,7 @@ class Bidirectional:
         size = self._block_size = tables.groups[0].block_size
         self._takes = None
         if role != "kv_consumer":
-            self._takes = TakingBack(settings, tables, model, control)
+            self._takes = TakingBack(settings, tables, model, control, batches=compat.batches_queued(vllm_config))
         self._retains = None if role == "kv_producer" else Retained(settings, size, model, control.send, wake)
         if self._retains is not None and wake is None:
             logger.warning(

@@ -459,5 +459,18 @@ def drop_params(request: Any) -> None:
 
 
 def batches_in_flight(vllm_config: Any) -> int:
-    """Return how many batches an engine core may have launched and not taken the results of: no less than it really may."""
-    return max(2, int(vllm_config.parallel_config.pipeline_parallel_size))
+    """Return how many batches an engine core may have launched and not taken the results of: no less than it really may.
+
+    Asynchronous scheduling adds one to those of the pipeline's stages (0.29 config/vllm.py ``max_concurrent_batches``).
+    """
+    return int(vllm_config.parallel_config.pipeline_parallel_size) + 1
+
+
+def batches_queued(vllm_config: Any) -> int:
+    """Return how many batches an engine core launches before it waits for the first; before 0.29, what its executors say."""
+    told = getattr(vllm_config, "max_concurrent_batches", None)
+    if isinstance(told, int):
+        return told
+    stages = int(vllm_config.parallel_config.pipeline_parallel_size)
+    scheduler = getattr(vllm_config, "scheduler_config", None)
+    return 2 if stages == 1 and getattr(scheduler, "async_scheduling", False) else stages

@@ -147,6 +147,7 @@ class Retained:
         for number, theirs in enumerate(request.block_hashes[known:whole], 1):
             digest = link(chain, number * size)
             self._forget(digest)
+            self._forget(self._digests.get(theirs, b""))  # of requests that are one to vLLM, and two here
             self._index[digest], self._digests[theirs] = theirs, digest
         while len(self._index) > INDEXED * self._pool.num_gpu_blocks:
             self._forget(next(iter(self._index)))
@@ -214,6 +215,8 @@ class Retained:
     def _find(self, ask: Ask, first: int) -> list[Any]:
         """Return the blocks that hold what follows, in order, from the one on that holds the first position asked for."""
         blocks: list[Any] = []
+        if first >= self._pool.num_gpu_blocks:
+            return blocks  # no prompt reaches so far, and what is answered begins with as many empty places
         while digest := link(ask.chain, (first + len(blocks) + 1) * self._block_size, ask.start):
             theirs = self._index.get(digest)
             if theirs is None:

@@ -72,6 +72,7 @@ class _Reuse:
     offered: int = 0
     put_off: bool = False
     failed: bool = False  # on some rank
+    given_up: bool = False  # while it was open: how much of it came is not known
     blocks: set[int] = field(default_factory=set)
 
 
@@ -101,6 +102,7 @@ class TakingBack:
         model: str,
         control: ControlChannel,
         name: Callable[[], HandoffId] = _unheard_of,
+        batches: int = 1,
     ) -> None:
         self.counters: dict[str, int] = {"reuse_fetched_tokens": 0, "reuse_recomputed_tokens": 0, "reuse_requests": 0}
         self._timeout = settings.reuse_timeout
@@ -110,7 +112,7 @@ class TakingBack:
         self._control = control
         self._name = name
         self._courier = Courier(control)
-        self._worth = Worth(settings.kv_recompute_threshold)
+        self._worth = Worth(settings.kv_recompute_threshold, batches)
         self._reuses: dict[str, _Reuse] = {}
         self._loading: dict[str, _Reuse] = {}
         self._holding: set[str] = (
@@ -119,6 +121,7 @@ class TakingBack:
         self._blocked: str | None = None
         self._pending: set[HandoffId] = set()
         self._answers: dict[HandoffId, Held] = {}
+        self._kept: set[HandoffId] = set()  # what decode holds, from its answer on until it is released
         self._leases: dict[HandoffId, _Lease] = {}
         self._pool: Any = None
         self._reserved: Callable[[], int] | None = None
@@ -187,6 +190,8 @@ class TakingBack:
                 continue
             one.state = _State.OVER
             self._release(one, "read")
+            if one.given_up:
+                continue
             if one.failed:
                 self.counters["reuse_recomputed_tokens"] += one.tokens
                 continue
@@ -208,7 +213,8 @@ class TakingBack:
             return False
         if one.state in (_State.ASKED, _State.HELD):
             self._release(one, "prefill gave up")
-        return one.state is _State.OPEN
+        one.given_up = one.state is _State.OPEN
+        return one.given_up
 
     def step(self, output: Any, now: float) -> None:
         """Note what the step that begins computes."""
@@ -248,6 +254,10 @@ class TakingBack:
         answer = self._answers.pop(one.handoff, None)
         if answer is None and now < one.asked + self._timeout:
             return False
+        if answer is not None and answer.tokens:
+            self._kept.add(
+                one.handoff
+            )  # before it is not awaited any more: an answer that comes twice releases nothing
         self._pending.discard(one.handoff)
         most = self._whole(request.num_prompt_tokens - 1) - computed
         if answer is None:
@@ -300,6 +310,7 @@ class TakingBack:
         self._answers.pop(one.handoff, None)
 
         def release(_now: float) -> None:
+            self._kept.discard(one.handoff)
             self._leases.pop(one.handoff, None)
             self._courier.send(one.address, Release(one.handoff, reason))
 
@@ -314,7 +325,7 @@ class TakingBack:
         """Take an answer, if somebody waits for it; what comes too late is let go of again."""
         if message.handoff in self._pending:
             self._answers[message.handoff] = message
-        elif message.tokens and message.handoff not in self._leases:
+        elif message.tokens and message.handoff not in self._kept and message.handoff not in self._leases:
             self._control.send(frm, Release(message.handoff, "the answer came too late"))
 
     def on_outcome(self, outcome: Outcome) -> None:

@@ -9,6 +9,7 @@ takes ``answer + n / fetched``, computing them ``n / computed``, so that it is w
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -38,13 +39,17 @@ class _Peer:
 
 
 class Worth:
-    """Of one engine. Times are monotonic seconds."""
+    """Of one engine. Times are monotonic seconds.
 
-    def __init__(self, setting: int | str) -> None:
+    ``batches``: as many steps are launched before the engine core waits for the first of them.
+    """
+
+    def __init__(self, setting: int | str, batches: int = 1) -> None:
         self.measures = setting == "auto"
         self._fixed = DEFAULT if isinstance(setting, str) else setting
         self._computing: float | None = None  # seconds a token
-        self._step: tuple[float, int] | None = None
+        self._begun = 0.0
+        self._steps: deque[int] = deque(maxlen=batches)  # tokens of those that may be under way, the oldest first
         self._peers: dict[EngineAddress, _Peer] = {}
 
     def threshold(self, peer: EngineAddress, now: float) -> float:
@@ -56,10 +61,15 @@ class Worth:
         return max(1.0, known.answer / saved) if saved > 0 else math.inf
 
     def step(self, tokens: int, now: float) -> None:
-        """Note that a step of so many tokens begins: the one before it took until now, if anything was under way."""
-        if self._step is not None and self._step[1] >= FULL_STEP:
-            self._computing = _averaged(self._computing, (now - self._step[0]) / self._step[1])
-        self._step = (now, tokens)
+        """Note that a step of so many tokens begins.
+
+        As many are launched by then as may be, so the oldest of them has ended, and took the time since the last was launched:
+        that one had waited for the one before the oldest, or both were launched at once.
+        """
+        if len(self._steps) == self._steps.maxlen and self._steps[0] >= FULL_STEP:
+            self._computing = _averaged(self._computing, (now - self._begun) / self._steps[0])
+        self._begun = now
+        self._steps.append(tokens)
 
     def fetched(self, peer: EngineAddress, tokens: int, seconds: float, answer: float, now: float) -> None:
         """Note that so many tokens came from a peer, in so many seconds after its answer, and how long that took."""

@@ -42,7 +42,7 @@ MAX_SMALL_BYTES = 64 << 10
 """Largest of all other messages that carry no blocks, no records and no directory."""
 
 MAX_RECORDS = 4096
-"""Records in one report: some 0.5 KB each, well below the largest message."""
+"""Records in one report: some 0.5 KB each, of long prompts up to 8 KB; what does not fit into a message is left out."""
 
 
 class Message(msgspec.Struct, frozen=True, tag_field="t", omit_defaults=True):

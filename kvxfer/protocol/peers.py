@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvxfer.errors import LocalProtocolError
+from kvxfer.protocol.fields import MAX_DURATION
 from kvxfer.protocol.messages import Heartbeat
 
 
@@ -71,6 +72,9 @@ class Timing:
             )
         if not self.timeout > 2 * self.interval:
             found.append(f"peer_timeout={self.timeout:g} must be above twice heartbeat_interval={self.interval:g}")
+        for name, seconds in (("post_lease", self.lease), ("peer_timeout", self.timeout)):
+            if seconds > MAX_DURATION:
+                found.append(f"{name}={seconds:g} must be {MAX_DURATION:,.0f} seconds at most")
         return found
 
     def clash(self, interval: float, timeout: float) -> str:

@@ -13,12 +13,11 @@ from __future__ import annotations
 import hmac
 from typing import TYPE_CHECKING
 
-import msgspec
 from aiohttp import web
 
 from kvxfer.errors import ConfigError
 from kvxfer.router.limits import key_of
-from kvxfer.router.openai import ApiError, Json
+from kvxfer.router.openai import ApiError, Json, read_json
 from kvxfer.router.settings import Role
 
 if TYPE_CHECKING:
@@ -87,19 +86,19 @@ class Admin:
         if self._key is None:
             raise ApiError(403, "this router has no admin API: start it with KVXFER_ADMIN_KEY set")
         given = key_of(request.headers.get("Authorization"))
-        if not hmac.compare_digest(given.encode(errors="surrogateescape"), self._key.encode()):
+        if not hmac.compare_digest(given.encode(errors="surrogateescape"), self._key.encode(errors="surrogateescape")):
             raise ApiError(401, "the admin API needs Authorization: Bearer and the admin key")
 
     async def _asked(self, request: web.Request) -> tuple[Role, str, Json]:
         self._check(request)
         try:
-            body = msgspec.json.decode(await request.read())
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            body = read_json(await request.read())
+        except ValueError as error:
             raise ApiError(400, f"the request's body is not JSON: {error}") from None
         if not isinstance(body, dict):
             raise ApiError(400, "the request's body must be an object with role and url")
         role, url = body.get("role"), body.get("url")
-        if role not in {one.value for one in Role}:
+        if role not in [one.value for one in Role]:
             raise ApiError(400, f"role is {role!r}; it must be prefill or decode", param="role")
         if not isinstance(url, str):
             raise ApiError(400, "url is missing", param="url")

@@ -21,6 +21,7 @@ import msgspec
 from kvxfer.addresses import shown_at
 from kvxfer.router.gauges import read_gauges
 from kvxfer.router.identity import Identity, IdentityError, check_probe, check_role, parse_info
+from kvxfer.router.openai import read_json
 from kvxfer.router.settings import Role, RouterSettings
 from kvxfer.router.timeouts import advice
 
@@ -87,8 +88,8 @@ class Checker:
     async def _send_probe(self, engine: Engine, identity: Identity, more: Json) -> Any:
         """Send a request of one token that hands nothing over; return its answer."""
         try:
-            model = msgspec.json.decode(await self._get(engine, "v1/models"))["data"][0]["id"]
-        except (msgspec.DecodeError, KeyError, IndexError, TypeError) as error:
+            model = read_json(await self._get(engine, "v1/models"))["data"][0]["id"]
+        except (ValueError, LookupError, TypeError) as error:
             raise IdentityError(f"its /v1/models names no model ({error!r})") from None
         request_id = f"probe-{uuid.uuid4()}"
         body = {
@@ -101,8 +102,8 @@ class Checker:
         headers = {"X-Request-Id": request_id, "Content-Type": "application/json", **rank_header(identity)}
         raw = await self._fetch(engine, "POST", "v1/completions", headers, msgspec.json.encode(body))
         try:
-            return msgspec.json.decode(raw)
-        except msgspec.DecodeError:
+            return read_json(raw)
+        except ValueError:
             raise IdentityError("its answer to the probe is not JSON") from None
 
     async def _get(self, engine: Engine, path: str) -> bytes:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _END = b"\r\n\r\n"
+_HEX = b"0123456789abcdefABCDEF"
 _MAX_HEAD = 64 * 1024
 _HIGH = 256 * 1024
 _LINGER = 1.0
@@ -41,6 +42,20 @@ class Sink(Protocol):
         ...
 
 
+def _size(text: bytes) -> int:
+    """Read a chunk's size. Raises ValueError for more than digits: Python reads signs, ``0x`` and underscores, too."""
+    if not text or text.translate(None, _HEX):
+        raise ValueError(f"a chunk's size is {text[:20]!r}")
+    return int(text, 16)
+
+
+def _decimal(text: str) -> int:
+    """Read a length, or a status. Raises ValueError."""
+    if not (text.isascii() and text.isdecimal()):
+        raise ValueError(f"{text[:60]!r} is no number")
+    return int(text)
+
+
 def whole_events(data: bytes) -> int:
     """How many chunks ``data`` is, if it is whole chunks that each end with an event's blank line; 0 otherwise."""
     at = count = 0
@@ -48,7 +63,7 @@ def whole_events(data: bytes) -> int:
     while at < end:
         line = data.find(b"\r\n", at, at + 18)
         try:
-            size = int(data[at:line], 16)
+            size = _size(data[at:line])
         except ValueError:
             return 0
         at = line + 4 + size
@@ -166,23 +181,29 @@ class Connection(asyncio.Protocol):
             version, _, rest = first.partition(" ")
             if version not in {"HTTP/1.1", "HTTP/1.0"}:
                 raise BadAnswer(f"the answer begins with {first[:60]!r} and is not HTTP/1.1")
-            self.status = int(rest[:3])
+            self.status = _decimal(rest[:3])
+            if self.status < 100 or self.status == 101:  # noqa: PLR2004 -- nobody has asked for another protocol
+                raise BadAnswer(f"the answer's status is {self.status}")
             if self.status >= 200:  # noqa: PLR2004 -- an interim answer announces another
                 break
         for line in lines:
             name, colon, value = line.partition(":")
             if not colon:
                 raise BadAnswer(f"the answer has a header line without a colon: {line[:60]!r}")
-            self.headers[name.strip().lower()] = value.strip()
+            name, value = name.strip().lower(), value.strip()
+            if name in {"content-length", "transfer-encoding"} and self.headers.get(name, value) != value:
+                raise BadAnswer(f"the answer has more than one {name}")
+            self.headers[name] = value
         connection = self.headers.get("connection", "").lower()
         self._keep = "close" not in connection and (version == "HTTP/1.1" or "keep-alive" in connection)
-        self._chunked = self.headers.get("transfer-encoding", "").lower() == "chunked"
+        encoding = self.headers.get("transfer-encoding", "").lower()
+        if encoding not in {"", "chunked", "identity"}:
+            raise BadAnswer(f"the answer's transfer encoding is {encoding[:60]!r}, and only chunked was offered")
+        self._chunked = encoding == "chunked"
         length = self.headers.get("content-length")
-        self._left = 0 if self._chunked else None if length is None else int(length)
+        self._left = 0 if self._chunked else None if length is None else _decimal(length)
         if self.status in {204, 304}:  # they have no body, whatever else they say
             self._chunked, self._left = False, 0
-        if self._left is not None and self._left < 0:
-            raise BadAnswer(f"the answer's length is {length}")
         self._in_head = False
         if not self.head.done():
             self.head.set_result(None)
@@ -207,9 +228,7 @@ class Connection(asyncio.Protocol):
                 break
             text = data[at:line]
             if text:
-                size = int(text.partition(b";")[0], 16)
-                if size < 0:
-                    raise BadAnswer(f"a chunk's size is {size}")
+                size = _size(text.partition(b";")[0].rstrip(b" \t"))
                 self._left, self._trailers = size, size == 0
             at = line + 2
         if pieces:

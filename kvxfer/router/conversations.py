@@ -82,7 +82,8 @@ class Conversations:
         self._engines = engines
         self._store = store
         # Replicas that share a store must make the same digests.
-        self._key = settings.conversation_secret.encode() if settings.conversation_secret else secrets.token_bytes(32)
+        secret = (settings.conversation_secret or "").encode(errors="surrogateescape")
+        self._key = secret or secrets.token_bytes(32)
 
     @property
     def kept(self) -> int | None:

@@ -25,12 +25,10 @@ from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from kvxfer.router.checks import rank_header
 from kvxfer.router.handoff import alone_body, prefill_body, pull_decode_body, push_decode_body, returned_params
 from kvxfer.router.legs import Leg, LegAnswer, LegError, open_leg
-from kvxfer.router.openai import Json, is_data
+from kvxfer.router.openai import Json, is_data, read_json
 from kvxfer.router.settings import Mode, Role, RouterSettings
 from kvxfer.router.shares import DecodeShare, PrefillShare
 
@@ -249,8 +247,8 @@ class Dispatcher:
                 answer.close()
         trace.prefill_done = time.monotonic()
         try:
-            value = msgspec.json.decode(raw)
-        except msgspec.DecodeError as error:
+            value = read_json(raw)
+        except ValueError as error:
             raise leg.error(502, f"the answer is not JSON: {error}", again=False) from None
         return value if isinstance(value, dict) else {}
 

@@ -10,6 +10,7 @@ same values apart. Where they differ, a push would register with nobody, so the 
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -70,6 +71,7 @@ def parse_info(metrics: str, url_host: str) -> list[Identity]:
                 leg_timeout=float(labels["leg_timeout"]) if "leg_timeout" in labels else None,
                 dp_rank=int(labels.get("engine", "0")),
             )
+            _check_numbers(one)
         except (KeyError, ValueError) as error:
             raise IdentityError(f"its kvxfer_info metric is not understood ({error!r}): {sample[0][:300]}") from None
         found.setdefault(one.engine_id, one)  # several API servers report the same engine
@@ -81,6 +83,15 @@ def parse_info(metrics: str, url_host: str) -> list[Identity]:
     if len(found) == 1:
         return [replace(one, dp_rank=None) for one in found.values()]
     return sorted(found.values(), key=lambda one: one.dp_rank or 0)
+
+
+def _check_numbers(one: Identity) -> None:
+    """Raise ValueError for what would be no port, no size or no time."""
+    seconds = one.leg_timeout
+    if not 0 < one.port < 65536 or one.tp_size < 1 or one.pp_size < 1:  # noqa: PLR2004
+        raise ValueError("its port or its sizes are none")
+    if seconds is not None and not 0 < seconds < math.inf:  # so that NaN is caught, too
+        raise ValueError(f"leg_timeout {seconds:g}")
 
 
 def _unescape(match: re.Match[str]) -> str:

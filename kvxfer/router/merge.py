@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvxfer.router.openai import DONE, ApiError, Json
+from kvxfer.router.openai import DONE, ApiError, Json, read_json
 from kvxfer.router.split import CHAT, ClientRequest, SingleRequest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 _DATA = b"data:"
+_COUNTS = ("prompt_tokens", "completion_tokens")
 # They describe one request inside one engine; vLLM itself leaves its metrics out where there are several.
 _OF_ONE_REQUEST = ("metrics", "kv_transfer_params", "ec_transfer_params")
 
@@ -71,13 +72,30 @@ def merge_answers(request: ClientRequest, bodies: Sequence[bytes]) -> bytes:
 
 
 def _answer(body: bytes) -> Json:
-    try:
-        answer = msgspec.json.decode(body)
-    except msgspec.DecodeError as error:
-        raise ApiError(502, f"decode leg: an answer that must be merged is not JSON: {error}") from None
-    if not isinstance(answer, dict) or not isinstance(answer.get("choices"), list):
+    answer = _read(body, "an answer")
+    if answer.get("choices") is None:
         raise ApiError(502, "decode leg: an answer that must be merged has no choices")
     return answer
+
+
+def _read(raw: bytes, what: str) -> Json:
+    """An engine's JSON, of which at least what is merged has OpenAI's shape."""
+    try:
+        found = read_json(raw)
+    except ValueError as error:
+        raise ApiError(502, f"decode leg: {what} that must be merged is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ApiError(502, f"decode leg: {what} that must be merged is not an object")
+    choices, usage = found.get("choices"), found.get("usage")
+    if choices is not None and not (isinstance(choices, list) and all(isinstance(one, dict) for one in choices)):
+        raise ApiError(502, f"decode leg: {what} that must be merged has choices that are no list of objects")
+    if usage is not None and not (isinstance(usage, dict) and all(map(_countable, map(usage.get, _COUNTS)))):
+        raise ApiError(502, f"decode leg: {what} that must be merged has a usage that counts no tokens")
+    return found
+
+
+def _countable(count: Any) -> bool:
+    return count is None or isinstance(count, int)
 
 
 class StreamMerger:
@@ -118,13 +136,7 @@ class StreamMerger:
 
 
 def _chunk(event: bytes) -> Json:
-    try:
-        chunk = msgspec.json.decode(event[len(_DATA) :])
-    except msgspec.DecodeError as error:
-        raise ApiError(502, f"decode leg: an event of a stream that must be merged is not JSON: {error}") from None
-    if not isinstance(chunk, dict):
-        raise ApiError(502, "decode leg: an event of a stream that must be merged is not an object")
-    return chunk
+    return _read(event[len(_DATA) :], "an event of a stream")
 
 
 def _event(chunk: Json) -> bytes:

@@ -66,11 +66,19 @@ class ApiError(Exception):
         return b"data: " + self.body() + b"\n\n"
 
 
+def read_json(raw: bytes) -> Any:
+    """What JSON says. Raises ValueError for what is none, or nested too deeply to be read."""
+    try:
+        return msgspec.json.decode(raw)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
 def engine_error(body: bytes) -> Json | None:
     """The ``error`` object in an engine's answer, or None where it has none in OpenAI's shape."""
     try:
-        value = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+        value = read_json(body)
+    except ValueError:
         return None
     error = value.get("error") if isinstance(value, dict) else None
     return error if isinstance(error, dict) else None

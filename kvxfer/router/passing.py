@@ -15,7 +15,7 @@ from aiohttp import web
 
 from kvxfer.router.app import in_utf8, passed_on
 from kvxfer.router.limits import key_of, owner_of
-from kvxfer.router.openai import ApiError
+from kvxfer.router.openai import ApiError, read_json
 from kvxfer.router.settings import Role
 from kvxfer.router.split import CHAT, COMPLETIONS
 
@@ -32,6 +32,8 @@ PATHS = (
     "/score",
     "/rerank",
 )
+_OF_EACH = {"/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
+"""What one engine alone must not be told: adapters are known by their names, and all engines must have the same under one."""
 _HOP = {"connection", "keep-alive", "transfer-encoding", "content-length", "content-encoding", "server", "date"}
 
 
@@ -49,6 +51,11 @@ class Passing:
 
     async def passed(self, request: web.Request) -> web.StreamResponse:
         """Ask a decode engine and hand its answer on while it comes."""
+        names = request.path.split("/")[1:]
+        if any(name in {"", ".", ".."} for name in names):  # percent-encoded ones as well: they lead out of PATHS
+            raise web.HTTPNotFound
+        if request.path in _OF_EACH:
+            raise ApiError(403, f"{request.path} changes one engine: ask each prefill and each decode engine itself")
         if request.path in {COMPLETIONS, CHAT}:
             raise web.HTTPMethodNotAllowed(request.method, ["POST"])
         parts = self._parts
@@ -57,15 +64,16 @@ class Passing:
         authorization = request.headers.get("Authorization")
         with parts.limits.one(owner_of(authorization)):
             body = await request.read()
-            if key_of(authorization) not in parts.settings.trusted_keys:
+            kind = request.headers.get("Content-Type", "")
+            if key_of(authorization) not in parts.settings.trusted_keys and not _is_form(kind):
                 body = without_params(body)
             engine = parts.engines.pick(Role.DECODE)
             where = f"decode engine {engine.name}{request.path}"
             headers = passed_on(request)
-            if kind := request.headers.get("Content-Type"):
+            if kind:
                 headers["Content-Type"] = kind
             headers = in_utf8(headers)
-            url = engine.url.joinpath(*request.path.strip("/").split("/")).with_query(request.query_string)
+            url = engine.url.joinpath(*names).with_query(request.query)
             timeout = aiohttp.ClientTimeout(total=parts.settings.request_timeout)
             response: web.StreamResponse | None = None
             try:
@@ -91,14 +99,23 @@ class Passing:
             raise error
 
 
+def _is_form(kind: str) -> bool:
+    """Whether a content type is of uploads, which engines read no JSON from."""
+    return kind.partition(";")[0].strip().lower() == "multipart/form-data"
+
+
 def without_params(body: bytes) -> bytes:
-    """The body without a client's ``kv_transfer_params``; one that is not a JSON object is returned as it is."""
-    if b"kv_transfer_params" not in body and b"\\u" not in body:
+    """The body without a client's ``kv_transfer_params``; one that is not a JSON object is returned as it is.
+
+    One that may have them is a 400 where it is no JSON to us: to Python, by which engines read it, NaN is a number, half of a
+    surrogate pair a character, and UTF-16 as good as UTF-8, in which all that is ASCII has zeros.
+    """
+    if not any(mark in body for mark in (b"kv_transfer_params", b"\\u", b"\0")):
         return body
     try:
-        value = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return body
+        value = read_json(body)
+    except ValueError as error:
+        raise ApiError(400, f"the request's body is not JSON in UTF-8: {error}") from None
     if not isinstance(value, dict) or value.pop("kv_transfer_params", None) is None:
         return body
     return msgspec.json.encode(value)

@@ -13,9 +13,8 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from kvxfer.errors import ConfigError
+from kvxfer.router.openai import read_json
 from kvxfer.router.settings import Role, RouterSettings, engine_url
 
 if TYPE_CHECKING:
@@ -104,8 +103,8 @@ class Sources:
 def read_engines(raw: bytes) -> Mapping[Role, list[str]]:
     """Read an engines file; raise ``ConfigError`` that says what is wrong."""
     try:
-        value = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        value = read_json(raw)
+    except ValueError as error:
         raise ConfigError(f"it is not JSON ({error})") from None
     roles = {role.value: role for role in Role}
     if not isinstance(value, dict) or not set(value) <= set(roles):

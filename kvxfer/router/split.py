@@ -15,9 +15,7 @@ import uuid
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import msgspec
-
-from kvxfer.router.openai import ApiError, Json
+from kvxfer.router.openai import ApiError, Json, read_json
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -66,8 +64,14 @@ def read_request(path: str, raw: bytes, max_singles: int) -> ClientRequest:
     stream = _optional(body, "stream", bool, "a boolean") or False
     _optional(body, "stream_options", dict, "an object")
     seed = _optional(body, "seed", int, "an integer")
+    if seed is not None and abs(seed) >= 1 << 64:
+        raise ApiError(400, "seed is no integer of 64 bits", param="seed")
     n = _optional(body, "n", int, "an integer")
     n = 1 if n is None else n
+    if (
+        abs(n) >= 1 << 64
+    ):  # Python writes no number of more than 4,300 digits, and products have more than their factors
+        raise ApiError(400, "n is no integer of 64 bits", param="n")
     if n < 1:
         raise ApiError(400, f"n is {n}; it must be at least 1", param="n")
     _refuse(body, n)
@@ -118,11 +122,9 @@ def _single(path: str, body: Json, prompt_index: int, child_index: int, n: int) 
 
 def _decode(raw: bytes) -> Json:
     try:
-        body = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        body = read_json(raw)
+    except ValueError as error:
         raise ApiError(400, f"the request's body is not JSON: {error}") from None
-    except RecursionError:
-        raise ApiError(400, "the request's body is nested too deeply") from None
     if not isinstance(body, dict):
         raise ApiError(400, f"the request's body is {_kind(body)}; it must be an object")
     return body

@@ -63,6 +63,7 @@ _COLUMNS = (
 
 def _show(report: EngineReport) -> None:
     from rich.table import Table
+    from rich.text import Text
 
     from kvxfer.console import for_tables
 
@@ -70,7 +71,7 @@ def _show(report: EngineReport) -> None:
         first, second = getattr(record.times, start), getattr(record.times, end)
         return "" if first is None or second is None else f"{(second - first) * 1000:,.1f}"
 
-    table = Table(title=f"{report.engine}: handoffs, oldest first; times in ms")
+    table = Table(title=Text(f"{report.engine}: handoffs, oldest first; times in ms"))
     for name in _COLUMNS:
         left = name in ("handoff", "side", "mode", "outcome")
         table.add_column(name, justify="left" if left else "right", overflow="fold")
@@ -78,8 +79,8 @@ def _show(report: EngineReport) -> None:
         outcome = (
             record.outcome if record.outcome == "done" or not record.reason else f"{record.outcome}: {record.reason}"
         )
-        table.add_row(
-            record.handoff,
+        table.add_row(  # names and reasons as they are: a client may call its request [/b]
+            Text(record.handoff),
             str(record.rank),
             record.side,
             record.mode,
@@ -90,14 +91,15 @@ def _show(report: EngineReport) -> None:
             span(record, "registered", "first_post"),
             span(record, "first_post", "last_byte"),
             span(record, "expected", "released"),
-            outcome,
+            Text(outcome),
         )
     console = for_tables()
     console.print(table)
     counted = {name: count for name, count in report.counters.items() if name.startswith("reuse_") and count}
     if counted:
         console.print(
-            "reuse: " + ", ".join(f"{name.removeprefix('reuse_')} {count:,}" for name, count in counted.items())
+            "reuse: " + ", ".join(f"{name.removeprefix('reuse_')} {count:,}" for name, count in counted.items()),
+            markup=False,
         )
 
 

@@ -45,6 +45,7 @@ class Lines:
         self._path = directory / f"{re.sub(r'[^A-Za-z0-9._-]', '_', me.engine)}-rank{me.rank}.jsonl"
         self._head = {"engine": me.engine, "incarnation": me.incarnation}
         self._told = False
+        self._torn = False  # a line could be written in part only
         try:
             directory.mkdir(parents=True, exist_ok=True)
             self._file = self._open()
@@ -57,11 +58,15 @@ class Lines:
         lines = b"".join(msgspec.json.encode(head | msgspec.to_builtins(record)) + b"\n" for record in records)
         try:
             if self._moved():
-                with contextlib.suppress(OSError):
-                    os.close(self._file)
+                self.close()
                 self._file = self._open()
+                self._torn = False
+            if self._torn:
+                lines = b"\n" + lines
             while lines:
-                lines = lines[os.write(self._file, lines) :]
+                written = os.write(self._file, lines)
+                self._torn = not lines[:written].endswith(b"\n")
+                lines = lines[written:]
             self._told = False
         except OSError as error:
             if not self._told:
@@ -69,9 +74,11 @@ class Lines:
             self._told = True
 
     def close(self) -> None:
-        """Close the file."""
-        with contextlib.suppress(OSError):
-            os.close(self._file)
+        """Close the file, once: its number may be another file's, or a socket's, from then on."""
+        if self._file >= 0:
+            with contextlib.suppress(OSError):
+                os.close(self._file)
+        self._file = -1
 
     def _open(self) -> int:
         return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)

@@ -60,10 +60,12 @@ def fetch_records(
 ) -> EngineReport:
     """Ask the engine whose control address is ``host``:``port`` for its last records, rank by rank.
 
-    ``secret`` is what the engines share; without it, what this process's environment says of one (``load_secret``).
+    Of many, and of long prompts, it tells as many as one message carries, the last ones. ``secret`` is what the engines share;
+    without it, what this process's environment says of one (``load_secret``).
     Raises TransportError when nothing answers within ``timeout`` seconds, or what answers is not an engine of ours.
     """
     deadline = time.monotonic() + timeout
+    last = min(last, messages.MAX_RECORDS)
     asker = _Asker(secret or load_secret(), deadline)
     with asker.context:
         directory = asker.ask(host, port, messages.WhoIs(), messages.Directory)
@@ -72,9 +74,13 @@ def fetch_records(
             directory = asker.ask(host, port, messages.WhoIs(), messages.Directory)
         reports = []
         for address in directory.ranks:
-            report = asker.ask(reachable(address.host, host), address.port, messages.ReportAsk(last), messages.Report)
-            card = RankCard.from_builtins(report.card)
-            records = msgspec.convert(report.records, list[HandoffRecord])
+            where = reachable(address.host, host), address.port
+            report = asker.ask(*where, messages.ReportAsk(last), messages.Report)
+            try:
+                card = RankCard.from_builtins(report.card)
+                records = msgspec.convert(report.records, list[HandoffRecord])
+            except (RemoteProtocolError, msgspec.ValidationError) as error:
+                raise TransportError(f"what {shown_at(*where)} reports is not understood: {error}") from error
             reports.append(RankReport(report.rank, card.cache, card.backend, report.counters, records, report.now))
         front = asker.ask(host, port, messages.ReportAsk(0), messages.Report)
     return EngineReport(directory.engine, reports, front.counters)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvxfer.errors import KvxferError
-from kvxfer.protocol.messages import MAX_RECORDS, AnyMessage, Report
+from kvxfer.protocol.fields import MAX_MESSAGE_BYTES
+from kvxfer.protocol.messages import MAX_CARD_BYTES, MAX_RECORDS, MAX_SMALL_BYTES, AnyMessage, Report
 from kvxfer.transport import commands as cmd
 from kvxfer.transport.control import ControlChannel
 from kvxfer.transport.mover import Mover, MoverSettings
@@ -137,6 +138,16 @@ class RankThreads:
 
     def on_report(self, last: int) -> Report:
         """Answer with the handoff records."""
-        records = [msgspec.to_builtins(record) for record in self.mover.records.last(min(last, MAX_RECORDS))]
+        records = [msgspec.to_builtins(one) for one in fitting(self.mover.records.last(min(last, MAX_RECORDS)))]
         counters = self.mover.counters | self.control.counters
         return Report(self.me.rank, self._card.to_builtins(), counters, records, time.monotonic())
+
+
+def fitting(records: Sequence[HandoffRecord]) -> Sequence[HandoffRecord]:
+    """Return as many of the last records as one message carries beside a card: long prompts have many moments."""
+    left = MAX_MESSAGE_BYTES - MAX_CARD_BYTES - MAX_SMALL_BYTES
+    for number, record in enumerate(reversed(records)):
+        left -= len(msgspec.msgpack.encode(record))
+        if left < 0:
+            return records[len(records) - number :]
+    return records

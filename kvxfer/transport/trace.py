@@ -161,27 +161,30 @@ def _live(look: Callable[[], EngineReport], interval: float) -> None:
 def table(report: EngineReport) -> Table:
     """Return the table that a terminal shows."""
     from rich.table import Table
+    from rich.text import Text
 
     handoffs = seen(report)
     in_flight = sum(one.open for one in handoffs)
-    made = Table(title=f"{report.engine}: {in_flight} in flight, {len(handoffs) - in_flight} finished before them")
+    made = Table(
+        title=Text(f"{report.engine}: {in_flight} in flight, {len(handoffs) - in_flight} finished before them")
+    )
     for name in ("handoff", "rank", "side", "mode", "stage", "ms", "tokens", "bytes moved", "of", "peer"):
         made.add_column(
             name, justify="right" if name in ("rank", "ms", "tokens", "bytes moved", "of") else "left", overflow="fold"
         )
     for one in handoffs:
         record = one.record
-        made.add_row(
-            record.handoff,
+        made.add_row(  # names and reasons as they are: a client may call its request [/b]
+            Text(record.handoff),
             str(record.rank),
             record.side,
             record.mode,
-            one.stage,
+            Text(one.stage),
             "" if one.seconds is None else f"{one.seconds * 1000:,.1f}",
             f"{record.tokens:,}",
             f"{_moved(record):,}",
             f"{record.bytes:,}",
-            record.peer,
+            Text(record.peer),
             style="bold" if one.open else "red" if record.outcome != "done" else "dim",
         )
     return made

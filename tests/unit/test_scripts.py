@@ -10,7 +10,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -186,6 +188,8 @@ def test_engines_on_one_machine_share_its_cores(python) -> None:
         ("run_multiturn_sweep.sh", {}, "LEG"),
         ("run_sweep.sh", {"MODEL": "m"}, "PREFILL_IP and DECODE_IP"),
         ("cleanup.sh", {}, "proxy server"),
+        ("run_sweep.sh", {"LOCAL": "true"}, "LOCAL=true is none of: 0 1"),
+        ("serve_pd.sh", {"PREFIX_CACHING": "yes"}, "PREFIX_CACHING=yes is none of: 0 1"),
     ],
 )  # fmt: skip
 def test_what_is_missing_is_said(python, script, variables, why) -> None:
@@ -247,6 +251,81 @@ def test_cleanup_ends_what_was_recorded_with_its_children_and_nothing_else(pytho
             if one.poll() is None:
                 one.kill()
                 one.wait()
+
+
+def test_cleanup_goes_on_past_a_record_without_anything_in_it(python, tmp_path) -> None:
+    ours = start(tmp_path, "sleep", "300")
+    try:
+        empty, cut = recorded(tmp_path, "server", "a", 0, ""), recorded(tmp_path, "server", "b", ours.pid, "")
+        empty.write_text("")
+        cut.write_text(f"{ours.pid} {ticks(ours.pid)}")  # without the end of its line
+        done = run("cleanup.sh", python, "server")
+        assert done.returncode == 0, done.stderr
+        assert ours.wait(10) == -signal.SIGTERM
+        assert (empty.exists(), cut.exists()) == (False, False)
+    finally:
+        ours.kill()
+        ours.wait()
+
+
+def test_children_that_end_while_cleanup_looks_do_not_keep_it_from_ending_the_rest(python, tmp_path) -> None:
+    """Such a child has no start and no children any more; the terminal is asked for neither."""
+    script = (SCRIPTS / "cleanup.sh").read_text()
+    (functions,) = re.findall(r"^tree\(\) \{.*?^\}$", script, re.MULTILINE | re.DOTALL)
+    text = f'set -euo pipefail\n. "{SCRIPTS}/pd_common.sh"\n{functions}\nshopt -s nullglob\n'
+    text += 'starts=()\nfor one in $(tree 4999999); do starts+=("$(started_at "$one")"); done\necho "${#starts[@]}"'
+    reading, writing = os.pipe()
+    try:
+        done = subprocess.run(
+            ["bash", "-c", text], stdin=reading, capture_output=True, text=True, check=False, timeout=20
+        )
+    finally:
+        os.close(reading)
+        os.close(writing)
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
+
+
+@pytest.fixture
+def answering():
+    """The port of something that answers everything with 200."""
+
+    class Fine(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_args) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Fine) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield str(server.server_port)
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("script", ["run_sweep.sh", "run_multiturn_sweep.sh"])
+def test_a_sweep_ends_what_it_started_and_nothing_that_was_there(python, tmp_path, answering, script) -> None:
+    there = [start(tmp_path, "sleep", "300") for _ in range(2)]
+    hosts = {"P_IP": "127.0.0.1", "D_IP": "127.0.0.1", "PREFILL_IP": "127.0.0.1", "DECODE_IP": "127.0.0.1"}
+    asked = {**hosts, "MODE": "push", "LEG": "on", "MODEL": "/m", "ITERATIONS": "0", "PROXY_PORT": answering}
+    try:
+        records = [
+            recorded(tmp_path, kind, "x", one.pid, ticks(one.pid))
+            for kind, one in zip(("proxy", "server"), there, strict=True)
+        ]
+        done = run(script, python, **asked)
+        assert done.returncode == 0, done.stderr
+        done = run(script, python, LOCAL="1", PREFILL_PORT=answering, **asked)
+        assert done.returncode == 1
+        assert f"something answers at http://127.0.0.1:{answering}/health already" in done.stderr
+        assert [one.poll() for one in there] == [None, None]
+        assert all(record.exists() for record in records)
+    finally:
+        for one in there:
+            one.kill()
+            one.wait()
 
 
 def test_a_server_records_itself(python, tmp_path) -> None:

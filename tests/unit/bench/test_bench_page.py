@@ -234,6 +234,43 @@ def test_the_command(tmp_path) -> None:
         assert done.exit_code == 1
 
 
+def cut(**lacks):
+    """Results of which a point lacks something, or has something else there."""
+    found = pd()
+    found["points"][0] |= lacks
+    return {
+        **found,
+        "points": [{key: value for key, value in one.items() if value != "gone"} for one in found["points"]],
+    }
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps(cut(output="gone")), json.dumps(cut(arms=None)), json.dumps(pd(machine=7)),
+        json.dumps(cut(arms={"push": arm(40.0, ttft_ms={"median": 10**400})})), "[" * 100_000,
+    ],
+)  # fmt: skip
+def test_a_file_that_was_cut_or_edited_is_named_and_the_others_are_shown(tmp_path, text) -> None:
+    (tmp_path / "bad.json").write_text(text)
+    (tmp_path / "good.json").write_text(json.dumps(pd()))
+    out = tmp_path / "report.html"
+    done = CliRunner().invoke(app, ["report", str(tmp_path / "bad.json"), "-o", str(out)])
+    assert (done.exit_code, type(done.exception)) == (1, SystemExit), done.output
+    assert "bad.json" in done.output
+    done = CliRunner().invoke(app, ["report", str(tmp_path), "-o", str(out)])
+    assert done.exit_code == 0, done.output
+    assert "passed over" in done.output
+    assert ("1000", "push") in read(out.read_text()).rows
+
+
+def test_a_page_that_cannot_be_written_is_told(tmp_path) -> None:
+    (tmp_path / "good.json").write_text(json.dumps(pd()))
+    done = CliRunner().invoke(app, ["report", str(tmp_path), "-o", str(tmp_path / "good.json" / "report.html")])
+    assert (done.exit_code, type(done.exception)) == (1, SystemExit)
+    assert "cannot be written" in done.output
+
+
 @pytest.mark.slow
 def test_a_browser_shows_it_without_an_error(tmp_path) -> None:
     browser = shutil.which("chromium") or shutil.which("google-chrome")

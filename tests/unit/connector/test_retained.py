@@ -157,3 +157,33 @@ def test_what_running_and_waiting_requests_may_need_is_not_granted() -> None:
     rig.ask(tokens(20), "again", output=BUSY)
     assert rig.said[-1].tokens == 0
     assert rig.retained.counters["reuse_no_room"] == 1
+
+
+def test_blocks_that_are_the_same_to_vllm_under_two_digests_are_indexed_once() -> None:
+    """vLLM takes an empty cache salt for none; we do not. The index is full in the middle of the first one's blocks."""
+    rig, mine = Rig(), tokens(4)
+
+    def finish(salt: str | None) -> None:
+        hashes = [tuple(mine[: end + BLOCK]) for end in range(0, len(mine), BLOCK)]
+        request = SimpleNamespace(
+            request_id="r", prompt_token_ids=mine, all_token_ids=mine, num_tokens=len(mine), cache_salt=salt,
+            num_computed_tokens=len(mine), block_hashes=hashes,
+        )  # fmt: skip
+        rig.retained.finished(request, 0.0)
+
+    finish(None)
+    rig.finish(tokens(INDEXED * BLOCKS - 3, 1), cached=False)  # one too many
+    assert tuple(mine[:BLOCK]) not in rig.retained._digests
+    finish("")
+    for seed in range(2, 8):
+        rig.finish(tokens(INDEXED * BLOCKS // 2, seed), cached=False)
+        assert len(rig.retained._index) == len(rig.retained._digests)
+
+
+def test_a_position_that_no_prompt_reaches_is_not_held() -> None:
+    rig = Rig()
+    rig.finish(tokens(4))
+    request = SimpleNamespace(prompt_token_ids=tokens(4))
+    rig.retained.ask(READER, Ask(HandoffId("h"), 1 << 30, chain_of(request, tokens(4), "m"), 1.0))
+    assert list(rig.retained.serve(IDLE, 1.0)) == []
+    assert rig.said[-1].tokens == 0

@@ -134,6 +134,24 @@ def test_steps_that_compute_little_say_nothing_of_speed() -> None:
     assert worth.threshold(D, 10.0) == DEFAULT
 
 
+@pytest.mark.parametrize("batches", [1, 2, 3])
+@pytest.mark.parametrize("chunks", [1, 2, 5])
+def test_how_fast_prompts_are_computed_is_the_same_however_many_steps_are_launched_ahead(batches, chunks) -> None:
+    """An engine core's loop: it fills its queue first, with empty steps too, and then waits for the oldest step's result."""
+    worth, now, free_at, each = Worth("auto", batches), 0.0, 0.0, 0.5
+    for _ in range(20):
+        now += 100.0  # idle
+        queue: list[float] = []
+        for tokens in [512] * chunks + [0] * (batches + 1):
+            if len(queue) == batches:
+                now = max(now, queue.pop(0))
+            worth.step(tokens, now)
+            free_at = max(free_at, now) + (each if tokens else 0.0)
+            queue.append(free_at)
+            now += 0.0005
+    assert worth._computing == pytest.approx(each / 512, rel=0.01)
+
+
 # --- params -----------------------------------------------------------------------------------------------------------
 
 SOURCE = {"do_remote_decode": True, "transfer_id": "t"}

@@ -33,7 +33,15 @@ def test_missing_metric_says_what_to_start():
 
 
 @pytest.mark.parametrize(
-    "text", ['kvxfer_info{engine_id="p"} 1.0', 'kvxfer_info{engine_id="p",host="h",port="x",tp_size="1"} 1.0']
+    "text",
+    [
+        'kvxfer_info{engine_id="p"} 1.0',
+        'kvxfer_info{engine_id="p",host="h",port="x",tp_size="1"} 1.0',
+        'kvxfer_info{engine_id="p",host="h",port="70000",tp_size="1"} 1.0',
+        'kvxfer_info{engine_id="p",host="h",port="1",tp_size="0"} 1.0',
+        'kvxfer_info{engine_id="p",host="h",port="1",tp_size="1",leg_timeout="nan"} 1.0',
+        'kvxfer_info{engine_id="p",host="h",port="1",tp_size="1",leg_timeout="-1"} 1.0',
+    ],
 )
 def test_a_sample_that_is_not_understood_is_shown(text):
     with pytest.raises(IdentityError, match="engine_id="):

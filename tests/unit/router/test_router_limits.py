@@ -1,12 +1,14 @@
 """Limits, trusted clients, what is passed to decode as it is, and what an operator can see."""
 
 import asyncio
+import codecs
 import json
 
 import aiohttp
 import pytest
 from aiohttp import web
-from router_fakes import pair, routed, run
+from router_fakes import PATIENCE, pair, routed, run
+from yarl import URL
 
 from kvxfer.router.call import Trace
 from kvxfer.router.engine import Told
@@ -123,7 +125,14 @@ def test_the_rest_of_the_api_is_passed_to_decode_and_control_is_not():
 
             def application(**options):
                 app = make(**options)
-                for path in ("/v1/embeddings", "/tokenize", "/v1/slow", "/v1/broken", "/reset_prefix_cache"):
+                for path in (
+                    "/v1/embeddings",
+                    "/tokenize",
+                    "/v1/slow",
+                    "/v1/broken",
+                    "/v1/load_lora_adapter",
+                    "/reset_prefix_cache",
+                ):
                     app.router.add_route("*", path, other)
                 return app
 
@@ -155,6 +164,10 @@ def test_the_rest_of_the_api_is_passed_to_decode_and_control_is_not():
             for path in ("/reset_prefix_cache", "/sleep", "/collective_rpc"):
                 async with router.session.post(router.base + path) as response:
                     assert response.status == 404
+            for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/%6coad_lora_adapter"):
+                async with router.session.post(URL(router.base + path, encoded=True), json={}) as response:
+                    assert response.status == 403
+                    assert "each prefill and each decode engine" in await response.text()
             assert len(seen) == count
 
     run(main())
@@ -171,7 +184,94 @@ def test_the_rest_of_the_api_is_passed_to_decode_and_control_is_not():
 )
 def test_kv_transfer_params_are_taken_out_however_they_are_written(body, left):
     assert json.loads(without_params(body)) == left
-    assert without_params(b"kv_transfer_params no json") == b"kv_transfer_params no json"
+    assert without_params(b"\xff no json") == b"\xff no json"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"kv_transfer_params no json",
+        b'{"x": NaN, "kv_transfer_params": {"do_remote_prefill": true}}',
+        b'{"x": 1e999, "kv_transfer_params": {"do_remote_prefill": true}}',
+        b'{"x": "\\ud800", "kv_transfer_params": {"do_remote_prefill": true}}',
+        b'{"x": "\\ud800", "kv\\u005ftransfer_params": {"do_remote_prefill": true}}',
+        b'{"kv_transfer_params": {"do_remote_prefill": true}, "x": ' + b"[" * 2000 + b"]" * 2000 + b"}",
+        codecs.BOM_UTF8 + b'{"kv_transfer_params": {"do_remote_prefill": true}}',
+        '{"kv_transfer_params": {"do_remote_prefill": true}}'.encode("utf-16"),
+        '{"kv_transfer_params": {"do_remote_prefill": true}}'.encode("utf-16-be"),
+        '{"kv_transfer_params": {"do_remote_prefill": true}}'.encode("utf-32-le"),
+    ],
+)
+def test_what_an_engine_might_read_params_in_and_this_router_cannot_is_a_400(body):
+    with pytest.raises(ApiError) as failed:
+        without_params(body)
+    assert failed.value.status == 400
+
+
+@pytest.mark.parametrize(
+    "spelt",
+    [
+        "/v1/%2e%2e/sleep", "/v1/../sleep", "/v1/..%2fsleep", "/v1/%2e%2e%2fmetrics", "/v1/x/../../sleep", "/v1/./../metrics",
+        "/v1/models/..%2f..%2fmetrics", "/v1/completions/", "/v1/chat/completions/", "/v1/x/%2e%2e/completions", "/v1//x",
+    ],
+)  # fmt: skip
+def test_no_spelling_of_a_path_leads_elsewhere(spelt):
+    """Neither to what engines keep to themselves, nor to a completion that is handed over to nobody."""
+
+    async def main():
+        p, d = pair()
+        async with routed([p], [d]) as router:
+            host, port = router.base.removeprefix("http://").split(":")
+            body = b'{"model": "m", "prompt": "x"}'
+            for method in ("GET", "POST"):
+                reader, writer = await asyncio.open_connection(host, int(port))
+                head = (
+                    f"{method} {spelt} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+                )
+                writer.write(head.encode() + body)
+                answer = await asyncio.wait_for(reader.read(), PATIENCE)
+                writer.close()
+                assert answer.startswith(b"HTTP/1.1 404 "), answer
+                assert b'"NotFoundError"' in answer, "the router's own word, and not an engine's"
+            assert not d.calls
+
+    run(main())
+
+
+def test_an_upload_is_passed_as_it_is_and_a_query_keeps_its_escapes():
+    async def main():
+        p, d = pair()
+        seen = []
+
+        async def other(request):
+            seen.append((request.raw_path, await request.read()))
+            return web.json_response({})
+
+        start, make = d.start, web.Application
+
+        async def start_with_others(*where, **more):
+            def application(**options):
+                app = make(**options)
+                app.router.add_route("*", "/v1/audio/transcriptions", other)
+                return app
+
+            web.Application = application
+            try:
+                await start(*where, **more)
+            finally:
+                web.Application = make
+
+        d.start = start_with_others
+        async with routed([p], [d]) as router:
+            sound, where = b"--b\r\n\0\1\\u kv_transfer_params", "/v1/audio/transcriptions?a=b%26c=d"
+            kind = {"Content-Type": "multipart/form-data; boundary=b"}
+            async with router.session.post(
+                URL(router.base + where, encoded=True), data=sound, headers=kind
+            ) as response:
+                assert response.status == 200
+            assert seen == [(where.replace("c=d", "c%3Dd"), sound)] or seen == [(where, sound)]
+
+    run(main())
 
 
 METRICS = """

@@ -6,7 +6,12 @@ import json
 import pytest
 from router_fakes import PATIENCE, pair, routed, run
 
+from kvxfer.router.conversations import Conversations
 from kvxfer.router.limits import owner_of
+from kvxfer.router.merge import StreamMerger, merge_answers
+from kvxfer.router.openai import ApiError, event_error
+from kvxfer.router.settings import RouterSettings
+from kvxfer.router.split import read_request
 
 HEADERS = [b"Authorization", b"X-Conversation-Id", b"traceparent", b"tracestate", b"X-Request-Id", b"Content-Type"]
 VALUES = [b"Bearer \xff\xfe", "Bearer schlüssel".encode(), b"", b"a" * 4000, b"\t x \t", b"00-\xc3-\x28"]
@@ -73,6 +78,8 @@ def test_whatever_bytes_a_header_has_they_reach_the_engines_as_they_are_or_not_a
         b'{"prompt": "x", "n": 1e9}',
         b'{"prompt": "x", "n": 99999999999999999999}',
         b'{"prompt": "x", "n": -1}',
+        b'{"prompt": ["x", "y"], "n": ' + b"9" * 4300 + b"}",
+        b'{"prompt": "x", "n": 2, "seed": ' + b"9" * 4300 + b"}",
         b'{"prompt": "x", "n": true}',
         b'{"prompt": "x", "stream": "yes"}',
         b'{"prompt": "x", "seed": "1"}',
@@ -129,3 +136,54 @@ def test_what_a_general_client_cannot_pass_on_is_a_400_naming_the_header(path):
 def test_keys_that_differ_in_no_utf8_byte_are_different_owners():
     made = [owner_of(value) for value in ("Bearer \udcff", "Bearer \udcfe", "Bearer ?", "Bearer \xff")]
     assert len(set(made)) == 4
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"", b"[]", b"[" * 100_000, b'{"role": [], "url": "http://h:1"}', b'{"role": {}}', b'{"role": "decode", "url": []}',
+        b'{"role": "decode", "url": "h:x"}', b'{"role": "decode", "url": "http://h:99999"}',
+        b'{"role": "decode", "url": "http://" }',
+    ],
+    ids=lambda body: body[:40].decode(),
+)  # fmt: skip
+def test_whatever_the_admin_api_is_told_is_a_400(body):
+    async def main():
+        p, d = pair()
+        async with routed([p], [d], admin_key="k") as router:
+            for call in (b"POST /admin/engines", b"DELETE /admin/engines", b"POST /admin/drain"):
+                head = call + b" HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer k\r\nContent-Length: %d\r\n\r\n"
+                status, answer = await asked(router, head % len(body) + body)
+                assert status == 400, (call, answer)
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"[" * 100_000, b"7", b'{"choices": ["x"]}', b'{"choices": {"a": 1}}', b'{"choices": 7}', b'{"choices": [[]]}',
+        b'{"choices": [], "usage": [1]}', b'{"choices": [], "usage": {"prompt_tokens": "1"}}',
+        b'{"choices": [], "usage": {"completion_tokens": {}}}', b'{"choices": [{"text": "\xff"}]}',
+    ],
+    ids=lambda said: said[:40].decode("latin-1"),
+)  # fmt: skip
+def test_what_an_engine_says_and_cannot_be_merged_is_the_engines_failure(said):
+    request = read_request("/v1/completions", b'{"prompt": "x", "n": 2}', 8)
+    with pytest.raises(ApiError) as failed:
+        merge_answers(request, [b'{"choices": []}', said])
+    assert (failed.value.status, str(failed.value)[:11]) == (502, "decode leg:")
+    merger = StreamMerger(request)
+    with pytest.raises(ApiError) as failed:
+        merger.add(request.singles[0], [b"data: " + said])
+    assert (failed.value.status, str(failed.value)[:11]) == (502, "decode leg:")
+
+
+def test_an_error_event_that_nobody_can_read_ends_no_connection_by_surprise():
+    assert event_error(b'data: {"error":' + b"[" * 100_000) is None
+
+
+def test_secrets_may_have_any_bytes():
+    odd = "\udcff"
+    settings = RouterSettings(prefill=("http://a:1",), decode=("http://b:1",), conversation_secret=odd)
+    assert Conversations(settings, None, None)._digest(b"id", "", "x")

@@ -117,6 +117,45 @@ def test_what_cannot_be_written_is_told_once_and_it_goes_on_when_it_can(tmp_path
     assert [one["handoff"] for one in read(tmp_path / "prefill_0-rank1.jsonl")] == ["c"]
 
 
+def test_a_file_that_cannot_be_opened_anew_is_closed_once(tmp_path) -> None:
+    lines = Lines(tmp_path / "made", ME)
+    (tmp_path / "made" / "prefill_0-rank1.jsonl").unlink()
+    (tmp_path / "made").rmdir()
+    lines.write([record("a")])
+    with (tmp_path / "of somebody else").open("w") as other:  # which has the number of the one that was closed
+        lines.write([record("b")])
+        lines.close()
+        assert os.fstat(other.fileno()).st_size == 0
+    lines = Lines(tmp_path / "made", ME)
+    (tmp_path / "made" / "prefill_0-rank1.jsonl").unlink()
+    (tmp_path / "made").rmdir()
+    lines.write([record("c")])
+    (tmp_path / "made").mkdir()
+    lines.write([record("d")])
+    lines.close()
+    assert [one["handoff"] for one in read(tmp_path / "made" / "prefill_0-rank1.jsonl")] == ["d"]
+
+
+def test_a_line_that_was_cut_short_spoils_no_other(tmp_path, monkeypatch) -> None:
+    lines = Lines(tmp_path, ME)
+    real = os.write
+
+    def nearly_full(fd, text):
+        if len(text) < 100:
+            raise OSError(28, "No space left on device")
+        return real(fd, text[: len(text) - 50])
+
+    monkeypatch.setattr("kvxfer.transport.journal.os.write", nearly_full)
+    lines.write([record("a")])
+    monkeypatch.setattr("kvxfer.transport.journal.os.write", real)
+    lines.write([record("b")])
+    lines.write([record("c")])
+    lines.close()
+    cut, *whole_ones = (tmp_path / "prefill_0-rank1.jsonl").read_text().splitlines()
+    assert cut.startswith("{")
+    assert [json.loads(one)["handoff"] for one in whole_ones] == ["b", "c"]
+
+
 def test_a_directory_that_cannot_be_written_ends_the_start(tmp_path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="records_dir"):

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import io
 import json
+from collections import deque
 
+import msgspec
 import pytest
 import typer
 from typer.testing import CliRunner
 
 from kvxfer.errors import TransportError
 from kvxfer.protocol.ids import HandoffId
+from kvxfer.protocol.messages import ReportAsk
 from kvxfer.transport import command, query, trace
 from kvxfer.transport.query import EngineReport, RankReport, fetch_records
-from kvxfer.transport.records import HandoffRecord, Times
+from kvxfer.transport.records import MOST_MOMENTS, HandoffRecord, Times
 from kvxfer.transport.twin import TwinFabric
 from tests.support.ranks import Rank, wait_until
 
@@ -120,6 +123,62 @@ def test_the_table_of_a_terminal_has_all_of_them() -> None:
     assert "e: 1 in flight, 1 finished before them" in text
     assert "registering" in text
     assert "1,000.0" in text
+
+
+def test_what_engines_say_is_shown_as_it_is(monkeypatch) -> None:
+    from rich.console import Console
+
+    name, why, engine = "[/b]id[red]", "no [/] such [b]", "e[/z]"
+    said = EngineReport(engine, [RankReport(0, None, "", {}, [sink(name, outcome="failed", reason=why, released=2.0)])])
+    console = Console(record=True, width=200, file=io.StringIO())
+    console.print(trace.table(said))
+    text = console.export_text()
+    assert [one for one in (name, why, engine) if one not in text] == []
+    monkeypatch.setattr(query, "fetch_records", lambda *_, **__: said)
+    app = typer.Typer()
+    command.register(app)
+    result = CliRunner().invoke(app, ["records", "h:1"])
+    assert result.exit_code == 0
+    assert [one for one in (name, why, engine) if one not in result.output] == []
+
+
+@pytest.mark.parametrize("wrong", [{"records": [{"handoff": 7}]}, {"card": {}}])
+def test_a_report_that_is_not_understood_is_one_line(monkeypatch, wrong) -> None:
+    fabric = TwinFabric()
+    p = Rank("p", fabric, mode="push")
+    ask = query._Asker.ask
+
+    def other(asker, host, port, question, answer):
+        found = ask(asker, host, port, question, answer)
+        return msgspec.structs.replace(found, **wrong) if isinstance(question, ReportAsk) else found
+
+    monkeypatch.setattr(query._Asker, "ask", other)
+    try:
+        with pytest.raises(TransportError, match="is not understood"):
+            fetch_records(p.control.host, p.control.port)
+    finally:
+        p.close()
+
+
+def test_records_of_long_prompts_that_fit_into_no_message_are_left_out_and_the_last_ones_come() -> None:
+    p = Rank("p", TwinFabric(), mode="push")
+    book = p.mover.records
+    book._ended = deque(maxlen=5000)
+    try:
+        for number in range(4096):
+            name = HandoffId(f"h{number}")
+            record = book.open("source", name, 0, "push")
+            record.times.chunks_final = [1.5] * MOST_MOMENTS
+            record.completed = [(1.5, 1 << 40)] * MOST_MOMENTS
+            book.end("source", name, "done", "", 2.0)
+        for last in (4096, 1 << 70):
+            found = fetch_records(p.control.host, p.control.port, last=last).records
+            assert 500 < len(found) < 4096
+            assert found[-1].handoff == "h4095"
+            assert len(found) == 4096 - int(found[0].handoff[1:])
+        assert len(fetch_records(p.control.host, p.control.port, last=7).records) == 7
+    finally:
+        p.close()
 
 
 def test_a_real_engines_handoffs_in_flight_have_an_age_by_its_own_clock() -> None:
