@@ -55,9 +55,12 @@ class Waterfall:
 def _records(engine: Engine) -> list[HandoffRecord] | str:
     if not engine.identities:
         return "not known yet"
-    one = engine.identity
     try:
-        return fetch_records(one.host, one.port, last=_LAST, timeout=_PATIENCE).records
+        return [
+            record
+            for one in engine.identities  # several, where one URL stands for data-parallel engines
+            for record in fetch_records(one.host, one.port, last=_LAST, timeout=_PATIENCE).records
+        ]
     except (KvxferError, OSError, ValueError) as error:
         return str(error)
 

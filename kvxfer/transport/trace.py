@@ -6,6 +6,7 @@ ends. It asks as ``kvxfer records`` does, so an engine pays for it with one repo
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from dataclasses import dataclass
@@ -72,6 +73,8 @@ def trace(
     from kvxfer.transport.query import fetch_records
     from kvxfer.transport.secret import load_secret
 
+    if not math.isfinite(interval):
+        raise typer.BadParameter(f"{interval} is no time", param_hint="--interval")
     host, port = where(address)
 
     def look() -> EngineReport:

@@ -10,15 +10,18 @@ from aiohttp import web
 from router_fakes import PATIENCE, pair, routed, run
 from yarl import URL
 
+from kvxfer.router import waterfall
 from kvxfer.router.call import Trace
-from kvxfer.router.engine import Told
+from kvxfer.router.engine import Engine, Told
 from kvxfer.router.gauges import read_gauges
+from kvxfer.router.identity import Identity
 from kvxfer.router.limits import Limits, key_of, owner_of
 from kvxfer.router.openai import ApiError
 from kvxfer.router.passing import without_params
 from kvxfer.router.path import path
-from kvxfer.router.settings import RouterSettings
+from kvxfer.router.settings import Role, RouterSettings
 from kvxfer.router.waterfall import stages
+from kvxfer.transport.query import EngineReport, RankReport
 from kvxfer.transport.records import HandoffRecord, Times
 
 
@@ -411,6 +414,35 @@ def test_what_no_clock_tells_is_the_rest():
     }
     assert chain(Trace("r", received=1.0, first=1.5)) == {"the rest": pytest.approx(0.5)}
     assert path(Trace("r"), [sink]) == [], "no first token, nothing that it waited for"
+
+
+def test_the_waterfall_asks_every_data_parallel_rank_of_an_engine(monkeypatch):
+    def fetch(host, port, **options):
+        record = HandoffRecord(
+            f"xfer-{port}",
+            "r",
+            "sink",
+            0,
+            "push",
+            outcome="done",
+            times=Times(expected=1.0, allocated=1.05, registered=1.1, released=1.4),
+        )
+        return EngineReport("d", [RankReport(0, None, "LIBFABRIC", {}, [record], 2.0)])
+
+    monkeypatch.setattr(waterfall, "fetch_records", fetch)
+    engine = Engine(Role.DECODE, URL("http://10.0.0.2:8000"))
+    engine.identities = [Identity("d", "10.0.0.2", 5600 + rank, 1, 1) for rank in range(2)]
+    found = asyncio.run(
+        waterfall.Waterfall().of(
+            [
+                Trace("r", transfer_id=f"xfer-{5600 + rank}", received=1.0, decode_sent=1.0, first=1.5)
+                for rank in range(2)
+            ],
+            [engine],
+        )
+    )
+    assert ["sink rank 0" in {one["by"] for one in request["stages"]} for request in found[0]] == [True, True]
+    assert found[1] == []
 
 
 def test_the_waterfall_says_whose_records_it_could_not_have():

@@ -194,3 +194,10 @@ def test_a_real_engines_handoffs_in_flight_have_an_age_by_its_own_clock() -> Non
     finally:
         p.close()
         d.close()
+
+
+@pytest.mark.parametrize("interval", ["nan", "inf", "0"])
+def test_an_interval_that_is_no_time_is_refused(monkeypatch, interval) -> None:
+    result = run(monkeypatch, "h:1", "--interval", interval, answers=[])
+    assert result.exit_code == 2
+    assert "--interval" in result.output
