@@ -57,13 +57,14 @@ class Checker:
         except asyncio.TimeoutError:
             engine.failed(f"it did not answer its check within {self._settings.check_timeout:g} s")
         except (aiohttp.ClientError, OSError) as error:
-            engine.failed(f"cannot be reached: {error or type(error).__name__}")
+            engine.failed(f"cannot be reached: {error or type(error).__name__}{_hint(error)}")
         except Exception as error:
             log.exception("the check of %s failed in an unforeseen way", engine.name)
             engine.failed(f"its check failed: {error!r}")
         else:
-            engine.advised(advice(self._settings, engine.role, identities))
+            failing = engine.handoffs_fail(says, identities[0])
             engine.passed(identities, says)
+            engine.advised([*advice(self._settings, engine.role, identities), *filter(None, [failing])])
 
     async def introduce(self, decode: Engine, prefill: Iterable[Engine]) -> None:
         """Tell a healthy decode engine of the healthy prefill engines that are news to it; never raises for what it does."""
@@ -129,3 +130,9 @@ class Checker:
 def rank_header(identity: Identity) -> dict[str, str]:
     """Send a request to the very engine that was named, where one URL stands for several (vLLM's data parallelism)."""
     return {} if identity.dp_rank is None else {"X-data-parallel-rank": str(identity.dp_rank)}
+
+
+def _hint(error: Exception) -> str:
+    """Say what is likely where somebody listens who speaks no HTTP, as an engine's control channel does."""
+    connected = isinstance(error, aiohttp.ClientError) and not isinstance(error, aiohttp.ClientConnectorError)
+    return "; is it the port of vLLM's HTTP server (--port), and not of kvxfer's control channel?" if connected else ""

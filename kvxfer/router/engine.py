@@ -11,6 +11,8 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvxfer.addresses import shown_at
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -35,6 +37,9 @@ class Told:
     """When its process started, as its metrics have it; empty: they do not say."""
     reclaimable: int | None = None
     """KV tokens that a new request could be given: free, or evictable at once."""
+    received: int = 0
+    not_received: int = 0
+    """Of a decode engine, since it started: handoffs that ended well, and that failed."""
 
 
 @dataclass(slots=True)
@@ -76,6 +81,7 @@ class Engine:
         self.load = Load()
         self.says = Told()
         self.advice: list[str] = []
+        self.failing = 0  # handoffs that failed since one ended well
         """What of this router's settings does not fit the engine's, and what to set."""
         self.starts = 0
         """How often it was met anew: under another identity, or as a process that started later."""
@@ -159,6 +165,22 @@ class Engine:
             if one not in self.advice:
                 log.warning("%s engine %s: %s", self.role.value, self.name, one)
         self.advice = advice
+
+    def handoffs_fail(self, says: Told, identity: Identity) -> str | None:
+        """Say so if since the last check handoffs have failed here and none has ended well; until one has."""
+        before, anew = self.says, self.says.started != says.started
+        if anew:
+            before, self.failing = Told(), 0
+        if says.received > before.received:
+            self.failing = 0
+        else:
+            self.failing += max(0, says.not_received - before.not_received)
+        if not self.failing:
+            return None
+        where = shown_at(identity.host, identity.port)
+        return (
+            f"handoffs fail here, and none has ended well since: its log says why, and so does kvxfer records {where}"
+        )
 
     def passed(self, identities: list[Identity], says: Told) -> None:
         """Put the engine into use under what it just told."""

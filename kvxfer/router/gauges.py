@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 
 from kvxfer.router.engine import Told
@@ -15,6 +16,9 @@ _GAUGE = re.compile(
     r"^(vllm:num_requests_running|vllm:num_requests_waiting|vllm:kv_cache_usage_perc|kvxfer_reclaimable_tokens"
     r"|vllm:cache_config_info)(\{[^\n]*\})?[ \t]+(\S+)",
     re.MULTILINE,
+)
+_HANDOFFS = re.compile(
+    r'^kvxfer_handoffs_total\{(?=[^\n]*\bside="sink")[^\n]*\boutcome="(done|failed)"[^\n]*\}[ \t]+(\S+)', re.MULTILINE
 )
 # prometheus_client's process collector; vLLM's API server has it unless it runs several processes.
 _STARTED = re.compile(
@@ -45,6 +49,10 @@ def read_gauges(metrics: str) -> Told:
     reclaimable = int(own) if own is not None else None
     if reclaimable is None and usage is not None and capacity is not None:
         reclaimable = int(capacity * min(max(1 - usage, 0.0), 1.0))
+    ended = {"done": 0, "failed": 0}
+    for outcome, text in _HANDOFFS.findall(metrics):
+        with contextlib.suppress(ValueError, OverflowError):
+            ended[outcome] += int(float(text))
     started = _STARTED.search(metrics)
     return Told(
         started=started[1] if started else "",
@@ -52,4 +60,6 @@ def read_gauges(metrics: str) -> Told:
         waiting=int(sums.get("vllm:num_requests_waiting", 0)),
         capacity=capacity,
         reclaimable=reclaimable,
+        received=ended["done"],
+        not_received=ended["failed"],
     )

@@ -17,7 +17,7 @@ from kvxfer.protocol import messages
 from kvxfer.protocol.fields import MAX_MESSAGE_BYTES
 from kvxfer.protocol.ids import RankId
 from kvxfer.transport.commands import EngineAddress
-from kvxfer.transport.links import Links
+from kvxfer.transport.links import CURE, Links
 from kvxfer.transport.records import HandoffRecord
 from kvxfer.transport.secret import load_secret
 
@@ -108,7 +108,8 @@ class _Asker:
             try:
                 message = self._exchange(dealer, question, where)
             except RemoteProtocolError as error:
-                raise TransportError(f"{where}: {error}") from error
+                text = str(error).replace(CURE, "name the engines' own: --secret-file FILE, or KVXFER_SECRET_FILE")
+                raise TransportError(f"{where}: {text}") from error
         if not isinstance(message, answer):
             raise TransportError(f"{where} answered with {type(message).__name__}, not {answer.__name__}")
         return message

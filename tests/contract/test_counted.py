@@ -12,7 +12,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 
 from kvxfer.bench import calls, counted, spans
-from kvxfer.bench.calls import METADATA, NOTHING, SCHEDULER, STEP, WORKER, Reading
+from kvxfer.bench.calls import METADATA, NOTHING, SCHEDULER, STEP, THREAD, WORKER, Reading
 from kvxfer.errors import ConfigError
 
 pytestmark = pytest.mark.contract
@@ -67,6 +67,7 @@ def test_a_schedulers_hooks_and_its_metadata(directory):
         (SCHEDULER, STEP): 3,
         (SCHEDULER, METADATA): 3,
         (SCHEDULER, NOTHING): 3,
+        (SCHEDULER, THREAD): 2,  # from one step to the next
     }
 
 

@@ -12,6 +12,7 @@ from yarl import URL
 
 from kvxfer.router import waterfall
 from kvxfer.router.call import Trace
+from kvxfer.router.checks import Checker
 from kvxfer.router.engine import Engine, Told
 from kvxfer.router.gauges import read_gauges
 from kvxfer.router.identity import Identity
@@ -295,6 +296,53 @@ def test_gauges():
         read_gauges("vllm:kv_cache_usage_perc 0.5\nvllm:num_requests_running NaN\nvllm:num_requests_waiting x")
         == Told()
     )
+
+
+HANDOFFS = """
+kvxfer_handoffs_total{engine="0",mode="push",model_name="m",outcome="done",side="source"} 7.0
+kvxfer_handoffs_total{engine="0",mode="push",model_name="m",outcome="done",side="sink"} 5.0
+kvxfer_handoffs_total{engine="1",mode="push",model_name="m",outcome="failed",side="sink"} 2.0
+kvxfer_handoffs_total{side="sink",outcome="failed",mode="push"} NaN
+kvxfer_handoffs_created{engine="0",mode="push",model_name="m",outcome="done",side="sink"} 1.7e+09
+"""
+
+
+def test_handoffs_that_fail_are_said_of_a_decode_engine_until_one_ends_well():
+    assert read_gauges(HANDOFFS) == Told(received=5, not_received=2)
+    identity = Identity("d", "10.0.0.2", 5600, 1, 1)
+    engine = Engine(Role.DECODE, URL("http://10.0.0.2:8000"))
+    said = []
+    for done, failed, started in (
+        (5, 2, "a"),
+        (5, 2, "a"),
+        (5, 3, "a"),
+        (5, 3, "a"),
+        (6, 4, "a"),
+        (6, 5, "a"),
+        (0, 0, "b"),
+        (0, 1, "b"),
+    ):
+        says = Told(received=done, not_received=failed, started=started)
+        said.append(engine.handoffs_fail(says, identity) is not None)
+        engine.passed([identity], says)
+    assert said == [False, False, True, True, False, True, False, True]
+    assert "kvxfer records 10.0.0.2:5600" in (engine.handoffs_fail(says, identity) or "")
+
+
+def test_a_port_that_speaks_no_http_is_said_to_be_another_one():
+    async def main():
+        async def silent(_reader, writer):
+            writer.close()
+
+        server = await asyncio.start_server(silent, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        engine = Engine(Role.PREFILL, URL(f"http://127.0.0.1:{port}"))
+        async with aiohttp.ClientSession() as session:
+            await Checker(RouterSettings(("http://a:1",), ("http://b:1",)), session).check(engine)
+        server.close()
+        assert "vLLM's HTTP server (--port)" in engine.reason
+
+    run(main())
 
 
 def test_metrics_status_and_trace_ids():

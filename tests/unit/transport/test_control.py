@@ -554,7 +554,7 @@ def test_the_records_are_told_to_who_knows_the_secret(engines, monkeypatch) -> N
     p = engines("p", secret=SECRET)
     p.on_report = lambda last: messages.Report(0, p.control.sessions._card(), {"last": last}, [])
     for wrong, said in ((None, "has no shared secret"), (Secret(b"quite another secret"), "different shared secrets")):
-        with pytest.raises(TransportError, match=said):
+        with pytest.raises(TransportError, match=said + ".*name the engines' own: --secret-file FILE"):
             fetch_records("127.0.0.1", p.control.port, secret=wrong)
     assert fetch_records("127.0.0.1", p.control.port, secret=SECRET, last=7).ranks[0].counters == {"last": 7}
     monkeypatch.setenv("KVXFER_SECRET", "what the engines share\n")
