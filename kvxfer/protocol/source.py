@@ -189,20 +189,25 @@ class Source(Delivery):
         one = self._handoffs.get(message.handoff) if message.again else self._known(frm, message.handoff, now)
         sink = None if one is None else one.sinks.get(frm)
         current = sink is not None and sink.attempt == message.attempt
-        if one is None or (message.again and not current):
-            over = self._ended.get(message.handoff, "this registration never arrived" if message.again else None)
-            reason = NO_ROOM if over is None else f"the handoff is over: {over}"
-            yield Send(frm, Failed(message.handoff, message.attempt, reason))
-            return
-        if sink is not None and current:
+        if one is not None and sink is not None and current:
             yield from self._again(one, sink, message, now)
             return
-        reason = self._why_not(one, frm, message.attempt, takers)
-        if reason:
+        late = message.again or message.attempt <= self._over.get((message.handoff, frm), 0)
+        reason = ""
+        if one is None or late:
+            over = self._ended.get(message.handoff, "this registration never arrived" if late else None)
+            reason = NO_ROOM if over is None else f"the handoff is over: {over}"
+        else:
+            reason = self._why_not(one, frm, message.attempt, takers)
+            if (
+                not reason
+                and one.request_id is None
+                and not self._parking.park(one.id, frm.engine, len(message.blocks))
+            ):
+                reason = NO_ROOM
+        if one is None or reason:
+            self._end_attempt(message.handoff, frm, message.attempt)
             yield Send(frm, Failed(message.handoff, message.attempt, reason))
-            return
-        if one.request_id is None and not self._parking.park(one.id, frm.engine, len(message.blocks)):
-            yield Send(frm, Failed(message.handoff, message.attempt, NO_ROOM))
             return
         span = (message.mode, message.start, message.end, message.blocks)
         one.takers = takers
@@ -217,8 +222,8 @@ class Source(Delivery):
         one = self._handoffs.get(message.handoff)
         sink = None if one is None else one.sinks.get(frm)
         if one is None or sink is None:
-            # Never registered here, or over: nothing is in flight. A registration that is still under way cannot
-            # arrive later than this Cancel, since both travel over one ordered session.
+            # Never registered here, or over: nothing is in flight, and a registration that is still under way is refused.
+            self._end_attempt(message.handoff, frm, message.attempt)
             if one is not None:
                 yield from self._decline(one, frm, takers, f"decode cancelled: {message.reason}", now)
             yield Send(frm, CancelAck(message.handoff, message.attempt))

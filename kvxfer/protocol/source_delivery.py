@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 
 SHORTEST = 1.0
+_RANKS = 8  # attempts that are remembered for each handoff that is
 """Seconds: a shorter lease is not granted, since the reader takes half a second off it."""
 
 
@@ -80,6 +81,9 @@ class Delivery:
         self._memory = memory
         self._handoffs: dict[HandoffId, SourceHandoff] = {}
         self._ended: OrderedDict[HandoffId, str] = OrderedDict()
+        self._over: OrderedDict[tuple[HandoffId, RankId], int] = (
+            OrderedDict()
+        )  # the last attempt that was told to be over
         self._by_request: dict[str, HandoffId] = {}
         self._transfers: dict[int, tuple[SourceHandoff, Registration]] = {}
         self._parking = Parking()
@@ -234,8 +238,21 @@ class Delivery:
             Grant(one.id, sink.attempt, one.generation, one.final, one.blocks, sink.asked, lease),
         )
 
+    def _end_attempt(self, handoff: HandoffId, frm: RankId, attempt: int) -> None:
+        """Remember that a sink rank is told, or may take it so, that nothing of an attempt is or will be in flight.
+
+        Its registration may still be under way: a word that was said again over a new connection overtakes what the old one
+        brought and nobody has read yet. Whatever brings it, an attempt that is over stays over.
+        """
+        key = handoff, frm
+        self._over[key] = max(attempt, self._over.pop(key, 0))
+        while len(self._over) > _RANKS * self._memory:
+            self._over.popitem(last=False)
+
     def _close(self, one: SourceHandoff, event: Event) -> None:
         self._step(one, event)
+        for rank, sink in one.sinks.items():
+            self._end_attempt(one.id, rank, sink.attempt)
         del self._handoffs[one.id]
         self._parking.leave(one.id)
         self._ended[one.id] = one.reason

@@ -403,6 +403,12 @@ def lease_has_no_margin(patch):
 
 
 @mutation
+def attempts_that_are_over_may_begin(patch):
+    """A registration begins an attempt that its sink was told is over, if a word said again has overtaken it."""
+    patch.setattr(source.Source, "_end_attempt", lambda *_: None)
+
+
+@mutation
 def read_counts_after_its_lease(patch):
     """A pull's read counts whenever it completed."""
 
@@ -875,8 +881,8 @@ BEHIND_ANOTHER = {
         "a peer without a session answers nothing but Stale, which is no sign of life: its session is lost by silence"
     ),
     "ended_handoffs_are_forgotten": (
-        "what begins a handoff comes once and in order, by the connection of its session: none can come after its end. "
-        "Without the memory, a decode leg that comes too late is told so after the leg's time-out instead of at once"
+        "what begins a handoff comes once, and an attempt that is over is remembered by itself. Without this memory, a decode leg that "
+        "comes too late is told so after the leg's time-out instead of at once"
     ),
 }
 """Guards that nothing depends on, since others stand behind them: these save time. Why no seed can find that they are gone."""

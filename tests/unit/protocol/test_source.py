@@ -597,6 +597,67 @@ def test_what_an_engine_announced_is_cancelled_and_released_by_that_engine_alone
     assert posts(rig.complete()) == [(0, 8)]
 
 
+OVER = {
+    "said again before it came": lambda rig: rig.register(again=True),
+    "cancelled before it came": lambda rig: rig.cancel(),
+    "refused, and doubled": lambda rig: rig.register(end=9999),
+    "a later attempt cancelled": lambda rig: rig.cancel(attempt=3),
+}
+"""After each of these the sink may take it that nothing of its attempt 1 is or will be in flight."""
+
+
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("why", OVER)
+def test_an_attempt_that_is_over_stays_over_whatever_comes_late(why, begun) -> None:
+    """A registration that an old connection brought is read after words that were said over a new one."""
+    rig = Rig()
+    if begun or why.startswith("refused"):
+        rig.start()
+        rig.complete()
+    (answer,) = sent(OVER[why](rig))
+    assert isinstance(answer, (Failed, CancelAck))
+    for again in (False, True, False):
+        (failed,) = sent(rig.register(again=again))
+        assert isinstance(failed, Failed)
+        assert failed.attempt == 1
+    if not (begun or why.startswith("refused")):
+        rig.start()
+        assert posts(rig.complete()) == []
+    rig.finish()
+    assert posts(rig.all) == []
+
+
+@pytest.mark.parametrize("why", ["said again before it came", "cancelled before it came"])
+def test_the_next_attempt_begins(why) -> None:
+    rig = Rig()
+    OVER[why](rig)
+    assert sent(rig.register(attempt=2)) == []
+    rig.start()
+    assert posts(rig.complete()) == [(0, 8)]
+
+
+def test_of_a_name_that_is_used_again_the_earlier_attempt_stays_over() -> None:
+    rig = Rig()
+    rig.start()
+    rig.register()
+    assert posts(rig.complete()) == [(0, 8)]
+    (post,) = [action for action in rig.all if isinstance(action, PostWrite)]
+    rig.do("written", post.transfer)
+    rig.finish()
+    assert rig.state is State.CLOSED
+    rig.start(request="r2")
+    (failed,) = sent(rig.register())
+    assert failed.reason.startswith("the handoff is over")
+    assert sent(rig.register(attempt=2)) == []
+
+
+def test_attempts_are_remembered_for_a_while_and_not_for_ever() -> None:
+    rig = Rig(memory=2)
+    for number in range(100):
+        rig.do("cancel", D, Cancel(HandoffId(f"h{number}"), 1, "gone"))
+    assert len(rig.source._over) == 16
+
+
 def test_what_an_engine_announced_is_registered_by_no_other_while_that_engine_is_there() -> None:
     rig = Rig()
     rig.start()
@@ -604,7 +665,7 @@ def test_what_an_engine_announced_is_registered_by_no_other_while_that_engine_is
     (failed,) = sent(rig.register(frm=D2), Failed)
     assert failed.reason == "d has announced itself for it"
     rig.do("peer_lost", SCHEDULER, "silent")
-    assert sent(rig.register(frm=D2)) == []
+    assert sent(rig.register(frm=D2, attempt=2)) == []
     rig.do("leased", D2, 1e6)
     assert posts(rig.complete()) == [(0, 8)]
     (post,) = [action for action in rig.all if isinstance(action, PostWrite)]
