@@ -880,6 +880,9 @@ BEHIND_ANOTHER = {
     "stale_means_nothing": (
         "a peer without a session answers nothing but Stale, which is no sign of life: its session is lost by silence"
     ),
+    "said_again_begins_anew": (
+        "an attempt that is over is remembered by itself, for as long as there is memory for it: then this stands behind that"
+    ),
     "ended_handoffs_are_forgotten": (
         "what begins a handoff comes once, and an attempt that is over is remembered by itself. Without this memory, a decode leg that "
         "comes too late is told so after the leg's time-out instead of at once"

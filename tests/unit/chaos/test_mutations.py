@@ -50,7 +50,7 @@ FOUND_IN = {
         "lease_counts_from_its_receipt",
         "envelopes_for_the_dead_are_opened",
     ),
-    "echoes": ("attempts_are_not_told_apart", "said_again_begins_anew", "held_for_as_long_as_decode_queues"),
+    "echoes": ("attempts_are_not_told_apart", "held_for_as_long_as_decode_queues"),
     "slow reads": (
         "failed_read_is_thought_gone",
         "reader_is_gone_while_it_reads",
