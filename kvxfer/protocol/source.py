@@ -193,17 +193,13 @@ class Source(Delivery):
             yield from self._again(one, sink, message, now)
             return
         late = message.again or message.attempt <= self._over.get((message.handoff, frm), 0)
-        reason = ""
         if one is None or late:
             over = self._ended.get(message.handoff, "this registration never arrived" if late else None)
             reason = NO_ROOM if over is None else f"the handoff is over: {over}"
         else:
             reason = self._why_not(one, frm, message.attempt, takers)
-            if (
-                not reason
-                and one.request_id is None
-                and not self._parking.park(one.id, frm.engine, len(message.blocks))
-            ):
+            parked = one.request_id is None and not reason
+            if parked and not self._parking.park(one.id, frm.engine, len(message.blocks)):
                 reason = NO_ROOM
         if one is None or reason:
             self._end_attempt(message.handoff, frm, message.attempt)

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
 
 SHORTEST = 1.0
-_RANKS = 8  # attempts that are remembered for each handoff that is
 """Seconds: a shorter lease is not granted, since the reader takes half a second off it."""
+_RANKS = 8
+"""Attempts that are remembered for each handoff that is."""
 
 
 class Delivery:
@@ -81,9 +82,7 @@ class Delivery:
         self._memory = memory
         self._handoffs: dict[HandoffId, SourceHandoff] = {}
         self._ended: OrderedDict[HandoffId, str] = OrderedDict()
-        self._over: OrderedDict[tuple[HandoffId, RankId], int] = (
-            OrderedDict()
-        )  # the last attempt that was told to be over
+        self._over: OrderedDict[tuple[HandoffId, RankId], int] = OrderedDict()  # see _end_attempt
         self._by_request: dict[str, HandoffId] = {}
         self._transfers: dict[int, tuple[SourceHandoff, Registration]] = {}
         self._parking = Parking()

@@ -81,8 +81,9 @@ class Engine:
         self.load = Load()
         self.says = Told()
         self.advice: list[str] = []
-        self.failing = 0  # handoffs that failed since one ended well
-        """What of this router's settings does not fit the engine's, and what to set."""
+        """What does not fit: this router's settings to the engine's, or the engine to its peers; and what to do."""
+        self.failing = 0
+        """Handoffs that have failed here since one ended well."""
         self.starts = 0
         """How often it was met anew: under another identity, or as a process that started later."""
 
