@@ -101,6 +101,26 @@ def test_kv_transfer_params_of_a_trusted_client_alone_reach_engines():
     run(main())
 
 
+def answers_also(engine, handler, *paths):
+    """Let a fake engine, which has not started yet, answer these paths by ``handler``."""
+    start, make = engine.start, web.Application
+
+    async def start_with_others(*where, **more):
+        def application(**options):
+            app = make(**options)
+            for one in paths:
+                app.router.add_route("*", one, handler)
+            return app
+
+        web.Application = application
+        try:
+            await start(*where, **more)
+        finally:
+            web.Application = make
+
+    engine.start = start_with_others
+
+
 def test_the_rest_of_the_api_is_passed_to_decode_and_control_is_not():
     async def main():
         p, d = pair()
@@ -122,31 +142,16 @@ def test_the_rest_of_the_api_is_passed_to_decode_and_control_is_not():
                 return response
             return web.json_response({"ok": True}, status=201, headers={"X-Own": "1"})
 
-        start = d.start
-
-        async def start_with_others(*where, **more):
-            make = web.Application
-
-            def application(**options):
-                app = make(**options)
-                for path in (
-                    "/v1/embeddings",
-                    "/tokenize",
-                    "/v1/slow",
-                    "/v1/broken",
-                    "/v1/load_lora_adapter",
-                    "/reset_prefix_cache",
-                ):
-                    app.router.add_route("*", path, other)
-                return app
-
-            web.Application = application
-            try:
-                await start(*where, **more)
-            finally:
-                web.Application = make
-
-        d.start = start_with_others
+        answers_also(
+            d,
+            other,
+            "/v1/embeddings",
+            "/tokenize",
+            "/v1/slow",
+            "/v1/broken",
+            "/v1/load_lora_adapter",
+            "/reset_prefix_cache",
+        )
         async with routed([p], [d]) as router:
             body = {"input": "x", "kv_transfer_params": {"do_remote_prefill": True}}
             async with router.session.post(
@@ -251,21 +256,7 @@ def test_an_upload_is_passed_as_it_is_and_a_query_keeps_its_escapes():
             seen.append((request.raw_path, await request.read()))
             return web.json_response({})
 
-        start, make = d.start, web.Application
-
-        async def start_with_others(*where, **more):
-            def application(**options):
-                app = make(**options)
-                app.router.add_route("*", "/v1/audio/transcriptions", other)
-                return app
-
-            web.Application = application
-            try:
-                await start(*where, **more)
-            finally:
-                web.Application = make
-
-        d.start = start_with_others
+        answers_also(d, other, "/v1/audio/transcriptions")
         async with routed([p], [d]) as router:
             sound, where = b"--b\r\n\0\1\\u kv_transfer_params", "/v1/audio/transcriptions?a=b%26c=d"
             kind = {"Content-Type": "multipart/form-data; boundary=b"}
