@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _LINE_LIMIT = 1 << 22  # one event may carry a long prompt's token ids
 _KEPT_ALIVE = (
-    2.0  # seconds; vLLM's server closes what was idle for 5 s, and may do so in the moment of the next request
+    4.0  # seconds; vLLM's server closes what was idle for 5 s, and may do so in the moment of the next request
 )
 _OK = 200
 

@@ -99,6 +99,8 @@ def engine(
     against: Annotated[str, typer.Option(help="Upstream's, likewise; empty for none.")] = "upstream-push,upstream-pull",
     repeats: Annotated[int, typer.Option(help="Handoffs of one length, all passes together.", min=2)] = 50,
     prompt: Annotated[int, typer.Option(help="That length in tokens.", min=1)] = 4096,
+    served: Annotated[int, typer.Option(help="Handoffs with long answers: what a step costs in service.", min=1)] = 10,
+    served_answer: Annotated[int, typer.Option(help="Tokens of those answers.", min=1)] = 128,
     lengths: Annotated[str, typer.Option(help="Shorter and longer prompts to compare.")] = "1024,8192",
     length_repeats: Annotated[int, typer.Option(help="Handoffs of each of those.", min=2)] = 20,
     rounds: Annotated[int, typer.Option(help="Windows of each kind.", min=1)] = 4,
@@ -116,7 +118,7 @@ def engine(
     names = [name for name in f"{connectors},{against}".split(",") if name]
     with _failing_clearly():
         settings = Settings(
-            repeats=repeats, prompt=prompt, lengths=_lengths(lengths),
+            repeats=repeats, prompt=prompt, served=served, served_answer=served_answer, lengths=_lengths(lengths),
             length_repeats=length_repeats, rounds=rounds, passes=passes, layers=layers,
         )  # fmt: skip
 

@@ -4,7 +4,8 @@ Pairs that are equal but for the connector get the same requests, one at a time;
 them take turns, ``passes`` times over, so that what changes on the machine meanwhile changes for all of them. Every call of
 the connector by vLLM is counted with its processor time in the calling thread (``counted``, ``calls``), on decode and on prefill:
 
-* *requests*: ``repeats`` handoffs of one length, sent as their proxies send them; their mean is the figure.
+* *requests*: ``repeats`` handoffs of one length, sent as their proxies send them, with a short answer; the mean is the figure.
+* *served*: such handoffs with an answer as long as in the published comparison: what a step of an engine costs that decodes.
 * *lengths*: handoffs of that, a shorter and a longer length, whose decode leg follows prefill's answer, in push too: an
   engine that waits for somebody's computation makes a step every 1 to 1.3 ms, and that would measure how long prefill computes.
 * *windows*: streams that decode by themselves, while nothing else goes on (``quiet``), while prefill computes prompts that nobody
@@ -57,14 +58,16 @@ _FAILURES = 5  # in a turn
 class Settings:
     """What is sent to each connector's pair, over all passes. Lengths in tokens.
 
-    ``length_repeats`` handoffs of each of ``lengths``; ``rounds`` windows of each kind, in each of which
-    ``streams`` streams have ``stream_tokens`` tokens each, again and again until ``window_prompts`` prompts were computed beside
-    them, where any are.
+    ``served`` handoffs with ``served_answer`` tokens; ``length_repeats`` of each of ``lengths``; ``rounds`` windows of each kind,
+    in each of which ``streams`` streams have ``stream_tokens`` tokens each, again and again until ``window_prompts`` prompts were
+    computed beside them, where any are.
     """
 
     repeats: int = 50
     prompt: int = 4096
     answer: int = 8
+    served: int = 10
+    served_answer: int = 128
     lengths: tuple[int, ...] = (1024, 8192)
     length_repeats: int = 20
     rounds: int = 4
@@ -78,7 +81,7 @@ class Settings:
         """Return how much shall have been done after a pass, counted from 0; after the last one, all of it."""
         shares = {
             name: -(-getattr(self, name) * (turn + 1) // self.passes)
-            for name in ("repeats", "length_repeats", "rounds")
+            for name in ("repeats", "served", "length_repeats", "rounds")
         }
         return dataclasses.replace(self, **shares)
 
@@ -130,6 +133,7 @@ class Findings:
 
     failed: list[str] = field(default_factory=list)
     requests: list[Mapping[str, Reading]] = field(default_factory=list)
+    served: list[Mapping[str, Reading]] = field(default_factory=list)
     lengths: dict[int, list[Mapping[str, Reading]]] = field(default_factory=dict)
     windows: dict[str, Window] = field(default_factory=lambda: {name: Window() for name in WINDOWS})
     counters: list[dict[str, Any]] = field(default_factory=list)
@@ -138,6 +142,7 @@ class Findings:
         """What ``--json`` has of this connector."""
         return {
             **_sides(self.requests),
+            "served": _sides(self.served) if self.served else {},
             "lengths": {str(length): _sides(found) for length, found in self.lengths.items() if found},
             "windows": {name: window.report() for name, window in self.windows.items()},
             "failed": self.failed,
@@ -171,26 +176,28 @@ class Measurement:
         for where, directory in self._counters.items():
             findings.counters += [{"engine": where, **header} for header in headers(directory)]
         for _ in range(_WARM_UP):
-            await self._one(settings.prompt)  # and the engines are at rest behind it, or nearly so
+            await self._one(settings.prompt, settings.answer)  # and the engines are at rest behind it, or nearly so
         while len(findings.requests) < settings.repeats:
-            findings.requests.append(await self._one(settings.prompt))
+            findings.requests.append(await self._one(settings.prompt, settings.answer))
+        while len(findings.served) < settings.served:
+            findings.served.append(await self._one(settings.prompt, settings.served_answer))
         for length in sorted({settings.prompt, *settings.lengths}):
             found = findings.lengths.setdefault(length, [])
             while len(found) < settings.length_repeats:
-                found.append(await self._one(length, follow=True))
+                found.append(await self._one(length, settings.answer, follow=True))
         while (name := min(WINDOWS, key=lambda name: findings.windows[name].rounds)) and (
             findings.windows[name].rounds < settings.rounds
         ):
             await self._window(name, findings.windows[name])
 
-    async def _one(self, length: int, *, follow: bool = False) -> dict[str, Reading]:
+    async def _one(self, length: int, answer: int, *, follow: bool = False) -> dict[str, Reading]:
         """Hand one prompt over, and return what each engine counted for it.
 
         An engine that goes on stepping when all are answered, as upstream's prefill until it hears that its blocks were read, is
         not waited for for long. Its last steps are counted for the next request then, which the mean does not show.
         """
         before = self._read()
-        await self._pair.hand_over(self._prompt(length), self._settings.answer, follow=follow)
+        await self._pair.hand_over(self._prompt(length), answer, follow=follow)
         after = await self._at_rest()
         return {where: after[where].since(before[where]) for where in before}
 

@@ -118,9 +118,11 @@ def _bounds(one: Mapping[str, Any], others: Mapping[str, Mapping[str, Any]]) -> 
         for where in SIDES:
             ours, theirs = (of[where]["us_per_request"]["mean"] for of in (one, pull))
             yield f"{where}, a request, by upstream pull's", _ratio(ours, theirs), OF_PULL
-    if (push := others.get("upstream-push")) is not None:
-        # On decode alone: prefill makes a handful of steps a request, the fewer the sooner its blocks are free.
-        ours, theirs = (of["decode"]["us_per_step"] for of in (one, push))
+    served = [of["served"] for of in (one, others.get("upstream-push")) if of is not None and of["served"]]
+    if len(served) > 1:
+        # On decode alone: prefill makes a handful of steps a request, the fewer the sooner its blocks are free. And with answers
+        # as long as people ask for: an engine that sleeps while it waits makes so few other steps that a request's cost is all.
+        ours, theirs = (of["decode"]["us_per_step"] for of in served)
         yield "decode, a step, by upstream push's", _ratio(ours, theirs), OF_PUSH_STEP
     shortest, longest = min(one["lengths"], key=int, default=0), max(one["lengths"], key=int, default=0)
     if shortest != longest:

@@ -83,7 +83,11 @@ def sum_rows(connectors: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str,
         )
         yield (
             f"{where}: steps a request × µs a step",
-            *(f"{one[where]['steps_per_request']:,.0f} × {one[where]['us_per_step']}" for one in connectors.values()),
+            *(_steps_cell(one[where]) for one in connectors.values()),
+        )
+        yield (
+            f"{where}: the same, long answers",
+            *(_steps_cell(one["served"].get(where)) for one in connectors.values()),
         )
     for length in sorted({int(length) for one in connectors.values() for length in one["lengths"]}):
         for where in SIDES:
@@ -96,6 +100,10 @@ def sum_rows(connectors: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str,
                 yield f"{text}, {window}: median (p90)", *(
                     "–" if one is None else f"{one['median']:,.2f} ({one['p90']:,.2f})" for one in found
                 )  # fmt: skip
+
+
+def _steps_cell(cell: Mapping[str, Any] | None) -> str:
+    return "–" if cell is None else f"{cell['steps_per_request']:,.0f} × {cell['us_per_step']}"
 
 
 def _length_cell(cell: Mapping[str, Any] | None) -> str:

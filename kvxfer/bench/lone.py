@@ -25,7 +25,7 @@ from kvxfer.protocol.messages import Directory, RankAddress
 from kvxfer.protocol.peers import Timing
 from kvxfer.transport import commands as cmd
 from kvxfer.transport.mirroring import mirror_of
-from kvxfer.transport.mover import MoverSettings
+from kvxfer.transport.mover_settings import MoverSettings
 from kvxfer.transport.rank import RankThreads
 from kvxfer_host import HostPlatform
 

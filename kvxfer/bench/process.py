@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import shlex
 import signal
 import socket
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 _TAIL_LINES: Final = 40
 _POLL_SECONDS: Final = 0.1
+_FIRST_PORT: Final = 10000
+_EPHEMERAL: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 class ServerError(KvxferError):
@@ -36,12 +39,37 @@ class ServerError(KvxferError):
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """``count`` different TCP ports that are free now. All are held until all are chosen, so none is given twice."""
+    """``count`` different TCP ports that are free now. All are held until all are chosen, so none is given twice.
+
+    They are below those that the kernel hands out by itself: a server that takes a minute to start would else find, once in a
+    while, that somebody's connection or unnamed listener has had its port meanwhile.
+    """
+    named = list(range(_FIRST_PORT, _first_ephemeral_port()))
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
+        found: list[int] = []
+        for port in random.sample(named, len(named)):
+            one = socket.socket()
+            try:
+                one.bind((host, port))
+            except OSError:
+                one.close()
+                continue
+            stack.callback(one.close)
+            found.append(port)
+            if len(found) == count:
+                break
+        while len(found) < count:  # of a host that leaves none to be named
+            one = stack.enter_context(socket.socket())
             one.bind((host, 0))
-        return [int(one.getsockname()[1]) for one in sockets]
+            found.append(int(one.getsockname()[1]))
+        return found
+
+
+def _first_ephemeral_port() -> int:
+    try:
+        return int(_EPHEMERAL.read_text(encoding="ascii").split()[0])
+    except (OSError, ValueError, IndexError):
+        return _FIRST_PORT
 
 
 @final

@@ -28,7 +28,8 @@ from kvxfer.protocol.ids import RankId
 from kvxfer.protocol.messages import Directory, RankAddress, Report
 from kvxfer.transport import commands as cmd
 from kvxfer.transport.mirroring import HostMirror
-from kvxfer.transport.mover import TICK, Mover, MoverSettings
+from kvxfer.transport.mover import Mover
+from kvxfer.transport.mover_settings import TICK, MoverSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable

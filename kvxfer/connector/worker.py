@@ -30,7 +30,7 @@ from kvxfer.protocol.messages import RankAddress
 from kvxfer.rails.pinning import WorkerRails
 from kvxfer.transport import commands as cmd
 from kvxfer.transport.mirroring import HostMirror, mirror_of, slice_of
-from kvxfer.transport.mover import MoverSettings
+from kvxfer.transport.mover_settings import MoverSettings
 from kvxfer.transport.nixl import NixlAgent
 from kvxfer.transport.rank import RankThreads
 from kvxfer.transport.secret import load_secret

@@ -1,10 +1,10 @@
 """The mover: the one thread of a worker process that owns the NIXL agent and the two ends of every handoff.
 
 Everybody else puts commands into its mailbox and takes results out of another; nobody waits for it, and it waits for nobody.
-While something is under way (a transfer, an announced write, a fence that has not passed) it looks every ``poll`` seconds, since
-NIXL's own progress thread is off, and every ``WATCH`` seconds while something might be: each look takes the interpreter's lock.
-With nothing under way it sleeps in its mailbox, and a command wakes it at once. So it does while the engine's thread launches a
-step, whose fence is yet to be recorded: what a look takes then, the launches lack.
+While something is under way (a transfer, an announced write, a fence that has not passed) it looks every ``poll`` seconds, or
+three times as often at first, since NIXL's own progress thread is off, and every ``WATCH`` seconds while something might be: each
+look takes the interpreter's lock. With nothing under way it sleeps in its mailbox, and a command wakes it at once. So it does
+while the engine's thread launches a step, whose fence is yet to be recorded: what a look takes then, the launches lack.
 
 When the agent says that some connection broke, nobody is posted to before having proved to live (``reach``): leases are
 suspended, and what proves less is dropped. ``check`` is for what remains.
@@ -43,7 +43,7 @@ from kvxfer.transport import commands as cmd
 from kvxfer.transport.approaches import Approaches
 from kvxfer.transport.dispatch import Dispatch
 from kvxfer.transport.mirroring import Mirroring
-from kvxfer.transport.mover_settings import COUNTERS, FLUSH, LINGER, TICK, WATCH, MoverSettings, Renewed
+from kvxfer.transport.mover_settings import BRISK, COUNTERS, FLUSH, LINGER, TICK, WATCH, MoverSettings, Renewed
 from kvxfer.transport.openings import Openings
 from kvxfer.transport.reach import NotNowError
 from kvxfer.transport.recorder import Recorder
@@ -65,8 +65,6 @@ if TYPE_CHECKING:
     from kvxfer.transport.agent import Agent
     from kvxfer.transport.mirroring import HostMirror
     from kvxfer.transport.records import HandoffRecord
-
-__all__ = ["TICK", "Mover", "MoverSettings"]
 
 logger = logging.getLogger("kvxfer.mover")
 
@@ -137,7 +135,7 @@ class Mover(threading.Thread):
         self._staging = Staging(repack)
         self._dispatch = Dispatch(self.source, self.sink, self.transfers, self._approaches)
         self._next_tick = 0.0
-        self._linger_until = 0.0
+        self._linger_until = self._brisk_until = 0.0
         self._round = Round()
 
     # --- for other threads ------------------------------------------------------------------------------------------
@@ -237,7 +235,7 @@ class Mover(threading.Thread):
         """Return how often to look at the fabric: data arrives or leaves (notifications after it), or may; None for never."""
         lingers = self._linger_until - self._clock()
         if self.sink.arriving() or self.source.serving() or self._approaches.promised() or lingers > LINGER - FLUSH:
-            return self.settings.poll
+            return self._poll()
         return max(WATCH, self.settings.poll) if self.sink.receiving() or lingers > 0 else None
 
     def _wait_time(self) -> float | None:
@@ -245,8 +243,11 @@ class Mover(threading.Thread):
         if self._revoking is not None:
             return self.settings.poll if self.transfers.in_flight else TICK
         if self.transfers.in_flight or self._steps.recorded() or self._staging.packing() or self._mirroring.busy():
-            return self.settings.poll
+            return self._poll()
         return self._progress() or (TICK if len(self.source) or len(self.sink) or len(self._approaches) else None)
+
+    def _poll(self) -> float:
+        return self.settings.poll / 3 if self._clock() < self._brisk_until else self.settings.poll
 
     def _take(self, timeout: float | None) -> cmd.Command | None:
         try:
@@ -278,6 +279,8 @@ class Mover(threading.Thread):
         now = self._clock()
         match command:
             case cmd.Inbound(frm, message):
+                if isinstance(message, messages.Posted):
+                    self._brisk_until = now + BRISK
                 self._run(self._dispatch(frm, message, now))
             case cmd.StepBegin(step, fence):
                 self._begin(step, now)
@@ -494,3 +497,4 @@ class Mover(threading.Thread):
         self.counters["descriptors"] += posted.descriptors
         self.counters["transfers"] += 1
         self._recorder.posted(action, posted, now)
+        self._brisk_until = now + BRISK

@@ -25,6 +25,10 @@ FLUSH = 0.02
 WATCH = 0.004
 """Seconds between looks at the fabric while a source may write and has not said that it does, or a notification lingers."""
 
+BRISK = 0.02
+"""The first seconds of a transfer, or since one was announced, in which the fabric is looked at three times as often: most are
+over by then, and a prompt's last one has a client waiting for it."""
+
 TICK = 0.25
 """Seconds between looks at deadlines while any handoff is open."""
 

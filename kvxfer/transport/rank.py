@@ -12,7 +12,7 @@ from kvxfer.protocol.fields import MAX_MESSAGE_BYTES
 from kvxfer.protocol.messages import MAX_CARD_BYTES, MAX_RECORDS, MAX_SMALL_BYTES, AnyMessage, Report
 from kvxfer.transport import commands as cmd
 from kvxfer.transport.control import ControlChannel
-from kvxfer.transport.mover import Mover, MoverSettings
+from kvxfer.transport.mover import Mover
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kvxfer.transport.agent import Agent
     from kvxfer.transport.dialer import Outcome
     from kvxfer.transport.mirroring import HostMirror
+    from kvxfer.transport.mover_settings import MoverSettings
     from kvxfer.transport.records import HandoffRecord
 
 

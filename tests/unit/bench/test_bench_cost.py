@@ -65,6 +65,7 @@ def measured(us, steps=10, *, short=100.0, long=120.0, itl=5.0, prefill=1000.0):
     prefill_ms = {"mean": 1000.0, "median": 1000.0, "p90": 1100.0}
     return {
         **sides,
+        "served": sides,
         "lengths": {
             "8192": {"decode": side([request(long, 0, 30)] * 2), "prefill": sides["prefill"]},
             "1024": {"decode": side([request(short, 0, 10)] * 2), "prefill": sides["prefill"]},
@@ -119,6 +120,17 @@ def test_recording_is_held_against_all_that_the_threads_do():
     assert [holds for *_, holds in bounds(one(100.0, 30.0), one(200.0, 30.0))] == [False] * 2
     assert bounds(one(100.0), measured(1.0))
     assert not [one for one in verdicts({"push:recording": measured(1.0)}) if "recording, by all" in one.text]
+
+
+def test_a_step_is_judged_where_an_engine_decodes():
+    def step(push, upstream):
+        found = {"push": measured(600.0, steps=13), "upstream-push": measured(50_000.0, steps=900)}
+        for one, us in zip(found.values(), (push, upstream), strict=True):
+            one["served"] = us and {"decode": side([request(us / 2, us / 2, 100)])}
+        return [one.value for one in verdicts(found) if "a step, by upstream" in one.text]
+
+    assert step(2000.0, 5000.0) == [0.4]
+    assert step(2000.0, {}) == step({}, 5000.0) == [], "a pair that failed before it has no figure"
 
 
 def test_a_bound_that_is_passed_does_not_hold():
@@ -288,8 +300,9 @@ def test_a_measurement_attributes_each_request_what_was_counted_for_it(tmp_path,
 
     monkeypatch.setattr(cost.spans, "read", read_spans)
     settings = Settings(
-        repeats=4, prompt=16, answer=3, lengths=(8, 32), length_repeats=2, rounds=2, streams=2, stream_tokens=50
-    )
+        repeats=4, prompt=16, answer=3, served=2, served_answer=40,
+        lengths=(8, 32), length_repeats=2, rounds=2, streams=2, stream_tokens=50,
+    )  # fmt: skip
     directories = {where: tmp_path / where for where in ("decode", "prefill")}
     findings = Findings()
     for turn in range(2):
@@ -301,6 +314,8 @@ def test_a_measurement_attributes_each_request_what_was_counted_for_it(tmp_path,
     assert found["decode"]["us_per_request"] == {"mean": 100.0, "median": 100.0, "p90": 100.0}
     assert found["prefill"]["us_per_request"]["mean"] == 1000.0
     assert found["prefill"]["us_per_step"] == 500.0
+    assert found["served"]["decode"]["requests"] == 2
+    assert [tokens for name, _, _, tokens in prompts if name == "decode"].count(40) == 2
     assert {length: one["decode"]["requests"] for length, one in found["lengths"].items()} == {
         "8": 2, "16": 2, "32": 2,
     }  # fmt: skip
@@ -317,8 +332,8 @@ def test_a_measurement_attributes_each_request_what_was_counted_for_it(tmp_path,
 
 @pytest.mark.parametrize("passes", [1, 2, 3])
 def test_passes_have_equal_shares_and_the_last_one_ends_it(passes):
-    settings = Settings(repeats=50, length_repeats=20, rounds=4, passes=passes)
-    for name in ("repeats", "length_repeats", "rounds"):
+    settings = Settings(repeats=50, served=10, length_repeats=20, rounds=4, passes=passes)
+    for name in ("repeats", "served", "length_repeats", "rounds"):
         reached = [0, *(getattr(settings.until(turn), name) for turn in range(passes))]
         assert reached[-1] == getattr(settings, name)
         shares = [after - before for before, after in itertools.pairwise(reached)]
@@ -389,7 +404,9 @@ def test_what_was_found_before_a_request_failed_is_kept_and_not_done_again(tmp_p
     monkeypatch.setattr(cost, "headers", lambda _directory: [])
     monkeypatch.setattr(cost, "_AT_REST", 0.001)
     monkeypatch.setattr(cost, "_WARM_UP", 1)
-    settings = Settings(repeats=3, prompt=4, answer=2, lengths=(2, 8), length_repeats=1, rounds=1, stream_tokens=30)
+    settings = Settings(
+        repeats=3, prompt=4, answer=2, served=1, lengths=(2, 8), length_repeats=1, rounds=1, stream_tokens=30
+    )
     findings = Findings()
     good = pair.to_decode.complete
     asked = itertools.count(1)
@@ -418,8 +435,9 @@ def test_an_upstream_pair_that_always_fails_ends_its_turn_and_its_figures_stay(t
     assert found["push"]["decode"]["requests"] == 20
     assert found["upstream-push"]["decode"]["requests"] == len(found["upstream-push"]["failed"]) == 6
     assert found["upstream-push"]["lengths"] == {}
+    assert found["upstream-push"]["served"] == {}
     bounds = verdicts(found)
-    assert "decode, a step, by upstream push's" in [one.text for one in bounds]
+    assert "decode, a step, by upstream push's" not in [one.text for one in bounds]
 
 
 def test_a_window_without_steps_has_no_times_and_no_bounds():
@@ -439,4 +457,4 @@ def test_an_engine_that_never_rests_is_read_all_the_same(tmp_path, monkeypatch):
     monkeypatch.setattr(cost, "_AT_REST", 0.001)
     monkeypatch.setattr(cost, "_REST_TIMEOUT", 0.01)
     measurement = Measurement(pair, {"decode": tmp_path}, Settings(), Findings())
-    assert asyncio.run(measurement._one(4))["decode"].calls("scheduler", STEP) > 0
+    assert asyncio.run(measurement._one(4, 2))["decode"].calls("scheduler", STEP) > 0

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -216,6 +217,20 @@ def test_free_ports_are_different_and_free():
     ports = free_ports(20)
     assert len(set(ports)) == 20
     assert min(ports) > 1023
+
+
+def test_free_ports_are_none_that_the_kernel_gives_to_others(monkeypatch, tmp_path):
+    monkeypatch.setattr(process, "_EPHEMERAL", tmp_path / "range")
+    (tmp_path / "range").write_text("10040\t60999\n")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 10007))
+        ports = process.free_ports(20)
+    assert all(10000 <= port < 10040 for port in ports)
+    assert 10007 not in ports
+    (tmp_path / "range").write_text("1024 65535")
+    assert len(set(process.free_ports(3))) == 3, "on a host that gives out all of them, any will do"
+    monkeypatch.setattr(process, "_EPHEMERAL", tmp_path / "none")
+    assert len(set(process.free_ports(3))) == 3
 
 
 def test_cpu_time_is_counted_and_what_is_gone_counts_nothing():

@@ -10,6 +10,7 @@ from kvxfer.layout.tables import packed
 from kvxfer.protocol.ids import HandoffId
 from kvxfer.protocol.messages import Posted
 from kvxfer.transport import commands as cmd
+from kvxfer.transport import mover
 from kvxfer.transport.mover_settings import LINGER, TICK, WATCH
 from kvxfer.transport.twin import TwinFabric
 from tests.support.ranks import Rank, wait_until
@@ -47,6 +48,23 @@ def test_a_sink_looks_seldom_until_it_hears_of_a_write_and_a_source_seldom_soon_
     wait_until(lambda: wait_time(d) is None, what="sleep, since nothing is under way")
     wait_until(lambda: wait_time(p) == WATCH, what="looking seldom, while a notification may linger")
     wait_until(lambda: wait_time(p) is None, timeout=LINGER + 5, what="sleep")
+
+
+def test_both_look_still_more_often_when_a_transfer_has_just_begun(pair, monkeypatch) -> None:
+    monkeypatch.setattr(mover, "BRISK", 60.0)
+    p, d = pair
+    poll = d.mover.settings.poll
+    d.open(H, "d1", p.address, [1], 4)
+    wait_until(d.mover.sink.receiving, what="the registration")
+    (attempt,) = (one.attempt for one in d.mover.sink._handoffs.values())
+    d.mover.post(cmd.Inbound(p.me, Posted(H, attempt, 1)))
+    wait_until(lambda: wait_time(d) == poll / 3, what="looking at once for what was announced")
+    p.fill([1], 1)
+    p.prefill(H, "p1", [1], 4)
+    assert d.wait("d1").reason is None
+    assert p.wait("p1")
+    assert p.mover._poll() == poll / 3
+    wait_until(lambda: wait_time(d) is None, what="sleep, since nothing is under way")
 
 
 def test_nobody_looks_oftener_for_what_may_come_than_for_what_comes(pair) -> None:
