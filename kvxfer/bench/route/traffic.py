@@ -45,7 +45,7 @@ class Load:
     seconds: float = 10.0
     tokens: int = 100
     first: float = 0.1
-    interval: float = 0.02
+    interval: float = 0.025
     requests: int = 50_000
     """Short ones, over which memory is looked at."""
 
