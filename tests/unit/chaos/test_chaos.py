@@ -41,7 +41,7 @@ def test_nothing_is_wrong_where_engines_share_a_secret():
 
 def test_much_is_moved_and_much_goes_wrong(summary):
     assert summary.handoffs >= 100 * len(SEEDS)  # some are tried again
-    assert summary.moved >= summary.handoffs / 2
+    assert summary.moved >= 100_000
     assert summary.faults.keys() >= IMPOSSIBLE.keys()
 
 
@@ -80,7 +80,7 @@ def test_two_thousand_seeds():
     summary = run(range(2000))
     assert summary.failing == {}
     assert summary.handoffs >= 200_000
-    assert summary.moved >= summary.handoffs / 2
+    assert summary.moved >= 100_000
     assert seldom_taken(summary.coverage) == []
     assert seldom_struck(summary.struck) == []
     assert not_foreseen(summary.struck) == []
