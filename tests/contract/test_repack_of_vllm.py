@@ -54,7 +54,12 @@ class Engine:
             key_cache, value_cache = cache.view(*cache.shape[:2], 2 * self.block, self.dim).chunk(2, dim=2)
             k, v = (content[layer, i, start:end][:, list(self.heads)].contiguous() for i in (0, 1))
             kept = (1.0, 1.0, "fp8_e4m3") if self.dtype == torch.uint8 else ()
-            ops.cpu_attn_reshape_and_cache(k, v, key_cache, value_cache, slots, "vec", *kept)
+            try:
+                ops.cpu_attn_reshape_and_cache(k, v, key_cache, value_cache, slots, "vec", *kept)
+            except RuntimeError as error:
+                if kept and "Unsupported CPU attention configuration" in str(error):
+                    pytest.skip("vLLM's build for a CPU without AVX-512 has no kernel for fp8")
+                raise
 
     def map(self) -> CacheMap:
         item = self.caches.element_size()

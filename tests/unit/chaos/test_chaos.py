@@ -41,7 +41,7 @@ def test_nothing_is_wrong_where_engines_share_a_secret():
 
 def test_much_is_moved_and_much_goes_wrong(summary):
     assert summary.handoffs >= 100 * len(SEEDS)  # some are tried again
-    assert summary.moved >= 100_000
+    assert summary.moved >= summary.handoffs / 2
     assert summary.faults.keys() >= IMPOSSIBLE.keys()
 
 
