@@ -118,12 +118,13 @@ def _bounds(one: Mapping[str, Any], others: Mapping[str, Mapping[str, Any]]) -> 
         for where in SIDES:
             ours, theirs = (of[where]["us_per_request"]["mean"] for of in (one, pull))
             yield f"{where}, a request, by upstream pull's", _ratio(ours, theirs), OF_PULL
-    served = [of["served"] for of in (one, others.get("upstream-push")) if of is not None and of["served"]]
-    if len(served) > 1:
-        # On decode alone: prefill makes a handful of steps a request, the fewer the sooner its blocks are free. And with answers
-        # as long as people ask for: an engine that sleeps while it waits makes so few other steps that a request's cost is all.
-        ours, theirs = (of["decode"]["us_per_step"] for of in served)
+    if (push := others.get("upstream-push")) is not None:
+        # On decode alone: prefill makes a handful of steps a request, the fewer the sooner its blocks are free.
+        ours, theirs = (of["decode"]["us_per_step"] for of in (one, push))
         yield "decode, a step, by upstream push's", _ratio(ours, theirs), OF_PUSH_STEP
+        served = [of["served"]["decode"]["us_per_step"] for of in (one, push) if of["served"]]
+        if len(served) > 1:
+            yield "decode, a step of long answers, by upstream push's", _ratio(*served), OF_PUSH_STEP
     shortest, longest = min(one["lengths"], key=int, default=0), max(one["lengths"], key=int, default=0)
     if shortest != longest:
         by_length = [one["lengths"][length]["decode"]["us_per_request"]["mean"] for length in (shortest, longest)]

@@ -15,7 +15,7 @@ def route(
     json: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
     streams: Annotated[int, typer.Option(help="Streams at one time.", min=1)] = 500,
     seconds: Annotated[float, typer.Option(help="How long each run lasts.", min=3.0)] = 10.0,
-    interval: Annotated[float, typer.Option(help="Seconds between two tokens of a stream.", min=0.001)] = 0.025,
+    interval: Annotated[float, typer.Option(help="Seconds between two tokens of a stream.", min=0.001)] = 0.02,
     requests: Annotated[int, typer.Option(help="Short requests, over which memory is looked at.", min=5)] = 50_000,
     against: Annotated[
         list[Path] | None,

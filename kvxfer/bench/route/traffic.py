@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvxfer.bench.process import free_ports
 from kvxfer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class Load:
     seconds: float = 10.0
     tokens: int = 100
     first: float = 0.1
-    interval: float = 0.025
+    interval: float = 0.02
     requests: int = 50_000
     """Short ones, over which memory is looked at."""
 
@@ -206,7 +207,7 @@ def measure(load: Load, against: Sequence[Path], say: Callable[[str], None]) -> 
 
 def one(start: Starter, name: str, load: Load, requests: int, say: Callable[[str], None]) -> dict[str, Any]:
     """What is between, under each kind of load: tokens at their pace, short requests, and more than it can take."""
-    port = _free_port()
+    port = free_ports(1)[0]
     with engines(load) as ports, start(ports, port) as running:
         paced = through(running, port, load, beside=ports["decode"])
         p50, p99 = (paced["added_first_token_ms"][share]["median"] for share in ("p50", "p99"))
@@ -229,7 +230,7 @@ def leavers(load: Load, say: Callable[[str], None], requests: int = 5_000) -> di
 
     Under ``straight`` the same with nothing between: how late an engine of this machine notices by itself.
     """
-    port = _free_port()
+    port = free_ports(1)[0]
     with engines(load) as ports, router(ports, port):
         every = [one for some in ports.values() for one in some]
         found = _leave(port, every, load, requests)
@@ -355,12 +356,3 @@ def bounds(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
         value = one_bound["value"]
         one_bound["holds"] = value <= one_bound["most"] if "most" in one_bound else value >= one_bound["least"]
     return found
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

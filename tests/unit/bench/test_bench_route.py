@@ -8,13 +8,13 @@ import time
 import pytest
 from typer.testing import CliRunner
 
+from kvxfer.bench.process import free_ports
 from kvxfer.bench.route.engine import Connection, Pace
 from kvxfer.bench.route.leavers import outlived
 from kvxfer.bench.route.load import Counts, Stream, Wanted, load, request_of
 from kvxfer.bench.route.simulation import SCENARIOS, TIMINGS, Costs, Request, Simulation, simulate
 from kvxfer.bench.route.traffic import (
     Load,
-    _free_port,
     added,
     bare,
     bounds,
@@ -102,7 +102,7 @@ def test_the_router_between_generator_and_engines():
     small = Load(streams=4, seconds=3.0, tokens=5, first=0.01, interval=0.002)
     with engines(small) as ports:
         assert [len(ports[role]) for role in ("prefill", "decode")] == [2, 2]
-        port = _free_port()
+        port = free_ports(1)[0]
         with router(ports, port) as running:
             counted = through(running, port, small, beside=ports["decode"])
             assert counted["failed"] == counted["straight"]["failed"] == 0, counted["errors"]
@@ -117,7 +117,7 @@ def test_the_router_between_generator_and_engines():
 
 def test_a_bare_pipe_passes_everything_on():
     small = Load(streams=4, seconds=3.0, tokens=5, first=0.01, interval=0.002)
-    with engines(small) as ports, bare(ports, port := _free_port()) as running:
+    with engines(small) as ports, bare(ports, port := free_ports(1)[0]) as running:
         few = short(running, port, small, 40)
         assert (few["failed"], sum(part["requests"] for part in few["parts"])) == (0, 40)
 

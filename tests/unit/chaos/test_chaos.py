@@ -80,7 +80,7 @@ def test_two_thousand_seeds():
     summary = run(range(2000))
     assert summary.failing == {}
     assert summary.handoffs >= 200_000
-    assert summary.moved >= 100_000
+    assert summary.moved >= summary.handoffs / 2
     assert seldom_taken(summary.coverage) == []
     assert seldom_struck(summary.struck) == []
     assert not_foreseen(summary.struck) == []

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import aiohttp
 from aiohttp import web
 
+from kvxfer.bench.process import free_ports
 from kvxfer.router.parts import serve
 from kvxfer.router.settings import Mode, RouterSettings
 
@@ -234,9 +234,7 @@ def always(make):
 
 
 def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    return free_ports(1)[0]
 
 
 class Router:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import pytest
 from router_fakes import FakeEngine, pair, routed, run
 
+from kvxfer.bench.process import free_ports
 from kvxfer.errors import ConfigError
 from kvxfer.router.conversations import estimated_tokens
 from kvxfer.router.settings import RouterSettings
@@ -244,9 +245,7 @@ NEEDS_REDIS = pytest.mark.skipif(
 
 @contextmanager
 def redis_running():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     process = subprocess.Popen(
         [redis_server(), "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"],
         stdout=subprocess.DEVNULL,
